@@ -53,15 +53,12 @@ struct Allocation {
   int64_t address;
 };
 
-constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+constexpr size_t kNever = std::numeric_limits<size_t>::max();
 
-/// From an allocation to what gives it back, each by its time and its place among all.
+/// From an allocation to what gives it back: their places among all.
 struct Block {
-  int64_t bytes = 0;
-  int64_t begin_ns = 0;
-  int64_t end_ns = kNever;
   size_t begin = 0;
-  size_t end = std::numeric_limits<size_t>::max();
+  size_t end = kNever;
 };
 
 /// What the events of a file are, one after the other.
@@ -227,15 +224,17 @@ class Gatherer {
 
   /// Whether a part of the phase, or a step where there is no phase, begins within the block's life.
   bool is_kept_until(std::optional<Phase> phase, const Block& block) const {
-    if (block.end_ns == kNever) return true;
+    if (block.end == kNever) return true;
+    const int64_t begin_ns = allocations_[block.begin].at_ns;
+    const int64_t end_ns = allocations_[block.end].at_ns;
     if (!phase) {
-      const auto next = std::ranges::upper_bound(file_.steps, block.begin_ns, {},
+      const auto next = std::ranges::upper_bound(file_.steps, begin_ns, {},
                                                  [](const StepProfile& step) { return step.span.begin; });
-      return next != file_.steps.end() && next->span.begin <= block.end_ns;
+      return next != file_.steps.end() && next->span.begin <= end_ns;
     }
-    auto next = std::ranges::upper_bound(segments_, block.begin_ns, {},
+    auto next = std::ranges::upper_bound(segments_, begin_ns, {},
                                          [](const auto& segment) { return segment.first.begin; });
-    for (; next != segments_.end() && next->first.begin <= block.end_ns; ++next) {
+    for (; next != segments_.end() && next->first.begin <= end_ns; ++next) {
       if (next->second == *phase) return true;
     }
     return false;
@@ -245,7 +244,7 @@ class Gatherer {
     const auto kept = [&](std::optional<Phase> until, MemoryUse use) {
       return is_kept_until(until, block) ? use : MemoryUse::kTemporary;
     };
-    switch (phase_at(block.begin_ns)) {
+    switch (phase_at(allocations_[block.begin].at_ns)) {
       case Phase::kData:
         return MemoryUse::kInputs;
       case Phase::kForward:
@@ -276,14 +275,13 @@ class Gatherer {
       // What was there before the recording is not known; what another thread has given back is seen when its place is reused.
       if (const auto known = device.live.find(allocation.address); known != device.live.end()) {
         Block& block = device.blocks[known->second];
-        block.end_ns = allocation.at_ns;
         block.end = i;
-        device.bytes -= block.bytes;
+        device.bytes -= allocations_[block.begin].bytes;
         device.live.erase(known);
       }
       if (allocation.bytes < 0) continue;
       device.live[allocation.address] = device.blocks.size();
-      device.blocks.push_back({.bytes = allocation.bytes, .begin_ns = allocation.at_ns, .begin = i});
+      device.blocks.push_back({.begin = i});
       device.bytes += allocation.bytes;
       if (device.bytes <= device.peak_bytes) continue;
       device.peak_bytes = device.bytes;
@@ -293,7 +291,7 @@ class Gatherer {
       PeakMemory peak{.bytes = device.peak_bytes};
       for (const Block& block : device.blocks) {
         if (block.begin <= device.peak && device.peak < block.end)
-          peak.by_use[static_cast<size_t>(use_of(block))] += block.bytes;
+          peak.by_use[static_cast<size_t>(use_of(block))] += allocations_[block.begin].bytes;
       }
       if (peak.bytes > 0) file_.memory[name] = peak;
     }
