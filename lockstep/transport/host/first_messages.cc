@@ -33,7 +33,7 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
     std::vector<std::byte> incoming;
     wire::Handle small, answer, full;
     std::byte answered{};
-    bool answers = false, sends_full = false;
+    wire::Handle own_answer, own_full;  // null until they are sent
   };
   std::vector<std::byte> outgoing(kSmall + kFull);
   static_assert(sizeof with.generation <= kSmall);
@@ -77,15 +77,15 @@ void pass_first_messages(wire::Wire& wire, const std::vector<int>& ranks, const 
   const auto is_over = [](const wire::Handle& request) { return request->done(); };
   /// Whether all is sent.
   const auto go_on = [&](Meeting& meeting) {
-    if (!meeting.answers && has_come(meeting.small)) {
-      meeting.answers = true;
-      requests.push_back(wire.send(meeting.rank, {0, kAnswer}, outgoing.data(), 1, &bell));
+    if (!meeting.own_answer && has_come(meeting.small)) {
+      meeting.own_answer = wire.send(meeting.rank, {0, kAnswer}, outgoing.data(), 1, &bell);
+      requests.push_back(meeting.own_answer);
     }
-    if (!meeting.sends_full && has_come(meeting.answer)) {
-      meeting.sends_full = true;
-      requests.push_back(wire.send(meeting.rank, {0, kFullMeeting}, outgoing.data() + kSmall, kFull, &bell));
+    if (!meeting.own_full && has_come(meeting.answer)) {
+      meeting.own_full = wire.send(meeting.rank, {0, kFullMeeting}, outgoing.data() + kSmall, kFull, &bell);
+      requests.push_back(meeting.own_full);
     }
-    return meeting.sends_full;
+    return meeting.own_full != nullptr;
   };
   std::chrono::nanoseconds silent{0};
   auto looked = std::chrono::steady_clock::now();
