@@ -252,7 +252,7 @@ class Trainer final : public TrainerCore {
     try {
       std::optional<Batches> batches;
       do {
-        random.take({});
+        if constexpr (kResumes) random.take({});
         steps_before = step();
         plan = out_of_steps() ? look_behind_last_step(batches) : train_step(batches);
       } while (plan.samples > 0 && !plan.stop && epoch_phase_ == EpochPhase::kSteps);
