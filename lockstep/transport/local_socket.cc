@@ -106,7 +106,7 @@ UniqueFd receive_with_fd(int socket, void* data, size_t bytes, int flags) {
     received = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC | flags);
   } while (received < 0 && (errno == EINTR || errno == ECONNRESET));
   UniqueFd fd;
-  if (received <= 0) return fd;
+  if (received < 0) return fd;
   // The kernel installs no descriptor beyond the limit, and says only this.
   const bool no_room = message.msg_controllen == 0 && (message.msg_flags & MSG_CTRUNC) != 0;
   TORCH_CHECK_WITH(DistBackendError, !no_room, no_descriptor_left(),
@@ -117,6 +117,7 @@ UniqueFd receive_with_fd(int socket, void* data, size_t bytes, int flags) {
     std::memcpy(&number, CMSG_DATA(header), sizeof number);
     fd.reset(number);
   }
+  // An empty message may have one, too.
   if (received != static_cast<ssize_t>(bytes)) fd.reset();
   return fd;
 }

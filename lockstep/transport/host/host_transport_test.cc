@@ -8,6 +8,7 @@
 #include <gmock/gmock.h>
 #include <memory>
 #include <string>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <thread>
 #include <unistd.h>
@@ -76,6 +77,21 @@ TEST(PeerLinks, WhatAPeerHadSentComesThoughItHasEndedBeforeItReadAll) {
   EXPECT_EQ(received->index, 5u);
   EXPECT_FALSE(receive_segment(own, open));
   EXPECT_FALSE(open);
+}
+
+TEST(PeerLinks, TheDescriptorOfAnEmptyMessageIsClosed) {
+  std::array<int, 2> sockets{};
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sockets.data()), 0);
+  PeerLink own;
+  own.socket.reset(sockets[0]);
+  const UniqueFd sender(sockets[1]);
+  const auto segment = Segment::create(size_t{64} << 10);
+  const auto lowest_free = [] { return UniqueFd(::eventfd(0, EFD_CLOEXEC)).get(); };
+  const int before = lowest_free();
+  ASSERT_TRUE(send_with_fd(sender.get(), nullptr, 0, segment->fd()));
+  bool open = true;
+  EXPECT_FALSE(receive_segment(own, open));
+  EXPECT_EQ(lowest_free(), before);
 }
 
 TEST(PeerLinks, ASegmentForWhichThereIsNoRoomIsRefusedAtOnce) {
