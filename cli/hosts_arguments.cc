@@ -349,6 +349,7 @@ bool is_one_host(const HostsArguments& arguments) {
 void print_dry_run(const HostsArguments& arguments, const launch::RunOptions& options) {
   launch::RankVariables variables = {.nprocs = options.nprocs,
                                      .world_size = options.nprocs,
+                                     .role_world_size = options.nprocs,
                                      .store_port = options.master_port,
                                      .run_id = options.run_id,
                                      .role = options.role,

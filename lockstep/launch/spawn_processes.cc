@@ -204,6 +204,7 @@ SpawnResult run_children(const SpawnRequest& request, const std::string& call) {
   const UniqueFd nothing(::open("/dev/null", O_RDONLY | O_CLOEXEC));
   RankVariables variables{.nprocs = request.nprocs,
                           .world_size = request.nprocs,
+                          .role_world_size = request.nprocs,
                           .store_port = store.port(),
                           .run_id = make_run_id()};
   for (int rank = 0; rank < request.nprocs && !supervisor.interrupted(); ++rank) {

@@ -56,10 +56,10 @@ std::vector<std::string> WorkerEnvironment::strings() const {
 }
 
 void RankVariables::apply(WorkerEnvironment& environment) const {
-  for (const char* name : {"RANK", "ROLE_RANK"})
-    environment.set(name, std::to_string(first_rank + local_rank));
-  for (const char* name : {"WORLD_SIZE", "ROLE_WORLD_SIZE"})
-    environment.set(name, std::to_string(world_size));
+  environment.set("RANK", std::to_string(first_rank + local_rank));
+  environment.set("ROLE_RANK", std::to_string(first_role_rank + local_rank));
+  environment.set("WORLD_SIZE", std::to_string(world_size));
+  environment.set("ROLE_WORLD_SIZE", std::to_string(role_world_size));
   environment.set("LOCAL_RANK", std::to_string(local_rank));
   environment.set("LOCAL_WORLD_SIZE", std::to_string(nprocs));
   environment.set("GROUP_RANK", std::to_string(group_rank));

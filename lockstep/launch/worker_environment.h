@@ -39,6 +39,8 @@ struct RankVariables {
   int nprocs = 1;                        // workers on this host
   int first_rank = 0;                    // of this host's workers
   int world_size = 1;                    // workers on all hosts
+  int first_role_rank = 0;               // of this host's workers, among those of all hosts with its role
+  int role_world_size = 1;               // how many these are
   int group_rank = 0;                    // of this host
   int group_size = 1;                    // hosts
   std::string store_host = "127.0.0.1";  // where the launcher's own store is, or the tunnel to it

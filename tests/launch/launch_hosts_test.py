@@ -105,12 +105,12 @@ DIFFERS = ("LOCKSTEP_", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HAND
 
 
 def test_workers_have_torchruns_environment(programs, make_hosts):
-    """All of it without the tunnel, and with it all but where the store is."""
+    """All of it without the tunnel, and with it all but where the store is. ROLE_RANK and ROLE_WORLD_SIZE count a role's ranks."""
     torchrun = shutil.which("torchrun", path=pathlib.Path(sys.executable).parent)
     if not torchrun:
         pytest.skip("no torchrun beside this Python")
     net = make_hosts(2)
-    place = ["--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 3, "--role", "trainer"]
+    place = ["--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 3]
     place += ["--rdzv-backend", "static", "--master-addr", net.addresses[0], "--master-port", PORT]
     run = [programs.find("lockstep"), "run"]
     launchers = {"torchrun": [torchrun, "--no-python"], "no tunnel": [*run, "--no-tunnel"], "tunnel": run}
@@ -118,7 +118,7 @@ def test_workers_have_torchruns_environment(programs, make_hosts):
     for name, launcher in launchers.items():
         agents = []
         for host in range(2):
-            own = ["--node-rank", host, "--local-addr", net.addresses[host]]
+            own = ["--node-rank", host, "--local-addr", net.addresses[host], "--role", ("trainer", "reader")[host]]
             own += ["sh", "-c", f'env > "{programs.folder}/{name}_$RANK"']
             agents.append(programs.start(*net.inside(host, *launcher, *place, *own), LOCKSTEP_JOB_SECRET=SECRET))
         done = [agent.finish() for agent in agents]

@@ -106,6 +106,7 @@ int run(const RunOptions& given) {
   std::optional<AgentStore> store;
   const RankVariables variables = {.nprocs = options.nprocs,
                                    .world_size = options.nprocs,
+                                   .role_world_size = options.nprocs,
                                    .run_id = options.run_id.empty() ? make_run_id() : options.run_id,
                                    .role = options.role};
   return run_workers(

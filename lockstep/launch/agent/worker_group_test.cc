@@ -64,12 +64,18 @@ TEST(WorkerGroup, TellsWorkersTheirPlaceAmongSeveralHosts) {
             "$GROUP_RANK $GROUP_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $TORCHELASTIC_RESTART_COUNT $ADDED");
   std::string seen;
   options.observe_output = [&](int, int, std::string_view bytes) { seen += bytes; };
-  const RankVariables variables = {
-      .nprocs = 1, .first_rank = 4, .world_size = 6, .group_rank = 2, .group_size = 3, .restart_count = 5};
+  const RankVariables variables = {.nprocs = 1,
+                                   .first_rank = 4,
+                                   .world_size = 6,
+                                   .first_role_rank = 1,
+                                   .role_world_size = 3,
+                                   .group_rank = 2,
+                                   .group_size = 3,
+                                   .restart_count = 5};
   const GroupEnd end = run_workers(options, variables, no_store,
                                    [](WorkerEnvironment& environment) { environment.set("ADDED", "yes"); });
   EXPECT_EQ(end.exit_status, 0);
-  EXPECT_EQ(seen, "4 0 4 6 1 6 2 3 127.0.0.1:29500 5 yes\n");
+  EXPECT_EQ(seen, "4 0 1 6 1 3 2 3 127.0.0.1:29500 5 yes\n");
 }
 
 /// What the processes' CUDA_VISIBLE_DEVICES is, by local rank, where this process's is `visible`.

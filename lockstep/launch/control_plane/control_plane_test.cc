@@ -39,8 +39,8 @@ using ::testing::HasSubstr;
 TEST(ControlPlane, TwoAgentsAndACoordinatorRunAWorldAndEndIt) {
   Scene scene;
   scene.run_world();
-  EXPECT_EQ(scene.agents[0]->state.place(), (Place{1, 0, 2, 0, 2}));
-  EXPECT_EQ(scene.agents[1]->state.place(), (Place{1, 1, 2, 1, 2}));
+  EXPECT_EQ(scene.agents[0]->state.place(), (Place{1, 0, 2, 0, 2, 0, 0, 2}));
+  EXPECT_EQ(scene.agents[1]->state.place(), (Place{1, 1, 2, 1, 2, 0, 1, 2}));
   EXPECT_EQ(scene.agents[0]->link.local_address(), "127.0.0.1");
   for (auto& agent : scene.agents) agent->state.workers_ended(0, "", BootClock::now());
   scene.until([&] { return scene.server->done(); }, "the job ends");

@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <map>
+#include <string>
 #include <utility>
 
 #include <lockstep/launch/membership/coordinator.h>
@@ -130,17 +132,25 @@ void Coordinator::start(const Decision& decision) {
   ++world_.generation;
   places_.clear();
   int32_t ranks = 0;
+  std::map<std::string, int32_t>
+      ranks_of_role;  // counted by role as by world: torchrun's _assign_worker_ranks()
   for (const AgentId& agent : world_.hosts) {
     Member& member = *find(agent);
     places_.push_back({.generation = world_.generation,
                        .group_rank = static_cast<int32_t>(places_.size()),
                        .group_size = static_cast<int32_t>(world_.hosts.size()),
-                       .first_rank = ranks});
+                       .first_rank = ranks,
+                       .first_role_rank = ranks_of_role[member.status.role]});
     ranks += member.status.nproc;
+    ranks_of_role[member.status.role] += member.status.nproc;
     member.run_order = world_.order;
     member.last_place = places_.back().group_rank;
   }
-  for (Place& place : places_) place.world_size = ranks;
+  for (Place& place : places_) {
+    place.world_size = ranks;
+    place.role_world_size =
+        ranks_of_role[find(world_.hosts[static_cast<size_t>(place.group_rank)])->status.role];
+  }
 }
 
 bool Coordinator::watched() const {

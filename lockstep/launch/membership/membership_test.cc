@@ -1,5 +1,6 @@
 #include <gmock/gmock.h>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -66,9 +67,27 @@ TEST(Membership, CountsRanksOfUnequalHosts) {
   job.say(2).nproc = 4;
   for (uint8_t i = 0; i < 3; ++i) job.hear(i);
   ASSERT_EQ(job.decide_once().action, Action::kStart);
-  EXPECT_EQ(job.coordinator.order_for(id(0)).place, (Place{1, 0, 3, 0, 7}));
-  EXPECT_EQ(job.coordinator.order_for(id(1)).place, (Place{1, 1, 3, 2, 7}));
-  EXPECT_EQ(job.coordinator.order_for(id(2)).place, (Place{1, 2, 3, 3, 7}));
+  EXPECT_EQ(job.coordinator.order_for(id(0)).place, (Place{1, 0, 3, 0, 7, 0, 0, 7}));
+  EXPECT_EQ(job.coordinator.order_for(id(1)).place, (Place{1, 1, 3, 2, 7, 0, 2, 7}));
+  EXPECT_EQ(job.coordinator.order_for(id(2)).place, (Place{1, 2, 3, 3, 7, 0, 3, 7}));
+}
+
+TEST(Membership, CountsRanksByRole) {
+  Job job(options(4, 4));
+  for (uint8_t i = 0; i < 4; ++i) {
+    job.say(i).nproc = i + 1;
+    job.say(i).role = i % 2 == 0 ? "trainer" : "reader";
+    job.hear(i);
+  }
+  ASSERT_EQ(job.decide_once().action, Action::kStart);
+  const auto role_of = [&](uint8_t number) {
+    const Place place = job.coordinator.order_for(id(number)).place;
+    return std::pair(place.first_role_rank, place.role_world_size);
+  };
+  EXPECT_EQ(role_of(0), std::pair(0, 4));
+  EXPECT_EQ(role_of(1), std::pair(0, 6));
+  EXPECT_EQ(role_of(2), std::pair(1, 4));
+  EXPECT_EQ(role_of(3), std::pair(2, 6));
 }
 
 TEST(Membership, GoesOnWithoutALostHostOnceItsLeaseIsOver) {

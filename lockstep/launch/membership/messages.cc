@@ -13,6 +13,7 @@ constexpr uint8_t kStatusTag = 0x51;
 constexpr uint8_t kOrderTag = 0x52;
 constexpr uint8_t kReportTag = 0x53;
 constexpr size_t kMostHostBytes = 256;
+constexpr size_t kMostRoleBytes = 256;
 constexpr size_t kMostTextBytes = 12000;
 
 /// Little-endian numbers; texts with their length in front.
@@ -113,6 +114,7 @@ std::string encode(const Status& status) {
   writer.text(status.host, kMostHostBytes);
   writer.number(status.node_rank);
   writer.number(status.nproc);
+  writer.text(status.role, kMostRoleBytes);
   writer.number(static_cast<uint8_t>(status.phase));
   writer.number(status.generation);
   writer.number(status.order);
@@ -138,6 +140,8 @@ std::string encode(const Order& order) {
   writer.number(order.place.first_rank);
   writer.number(order.place.world_size);
   writer.number(order.place.store_port);
+  writer.number(order.place.first_role_rank);
+  writer.number(order.place.role_world_size);
   writer.number(order.generation);
   writer.number(order.exit_status);
   writer.text(order.reason, kMostTextBytes);
@@ -159,6 +163,7 @@ std::optional<Status> decode_status(std::string_view bytes) {
   status.host = reader.text(kMostHostBytes);
   status.node_rank = reader.number_in(-1, kMostRanks);
   status.nproc = reader.number_in(1, kMostWorkersOfHost);
+  status.role = reader.text(kMostRoleBytes);
   status.phase = reader.choice(HostPhase::kFailed);
   status.generation = reader.number<uint64_t>();
   status.order = reader.number<uint64_t>();
@@ -185,11 +190,14 @@ std::optional<Order> decode_order(std::string_view bytes) {
   order.place.first_rank = reader.number_in(0, kMostRanks);
   order.place.world_size = reader.number_in(1, kMostRanks);
   order.place.store_port = reader.number<uint16_t>();
+  order.place.first_role_rank = reader.number_in(0, kMostRanks);
+  order.place.role_world_size = reader.number_in(1, kMostRanks);
   order.generation = reader.number<uint64_t>();
   order.exit_status = reader.number_in(0, 255);
   order.reason = reader.text(kMostTextBytes);
   const Place& place = order.place;
-  const bool inside = place.group_rank < place.group_size && place.first_rank < place.world_size;
+  const bool inside = place.group_rank < place.group_size && place.first_rank < place.world_size &&
+                      place.first_role_rank < place.role_world_size;
   return reader.complete() && inside ? std::optional(order) : std::nullopt;
 }
 

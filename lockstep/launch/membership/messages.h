@@ -29,6 +29,7 @@ struct Status {
   std::string host = {};   // its name, for messages
   int32_t node_rank = -1;  // --node-rank; -1: any
   int32_t nproc = 1;       // workers on this host
+  std::string role = {};   // --role: what they do
   HostPhase phase = HostPhase::kIdle;
   uint64_t generation = 0;  // of the workers that were started last; 0: none were
   uint64_t order = 0;       // the number of the last order that it has carried out
@@ -50,7 +51,9 @@ struct Place {
   int32_t group_size = 1;
   int32_t first_rank = 0;  // of this host's workers
   int32_t world_size = 1;
-  uint16_t store_port = 0;  // of the store at the coordinator's address; 0: the tunnel leads to it
+  uint16_t store_port = 0;      // of the store at the coordinator's address; 0: the tunnel leads to it
+  int32_t first_role_rank = 0;  // of this host's workers, among those of all hosts with its role
+  int32_t role_world_size = 1;  // how many these are
 
   bool operator==(const Place&) const = default;
 };

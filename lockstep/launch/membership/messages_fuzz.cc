@@ -17,6 +17,7 @@ std::vector<std::string> seeds() {
                                  .host = "node-a",
                                  .node_rank = 1,
                                  .nproc = 8,
+                                 .role = "trainer",
                                  .phase = launch::HostPhase::kFailed,
                                  .generation = 3,
                                  .order = 9,
@@ -28,7 +29,7 @@ std::vector<std::string> seeds() {
                                .number = 10,
                                .status_sent_at = 17,
                                .command = launch::Command::kRun,
-                               .place = {4, 1, 2, 8, 16, 29501},
+                               .place = {4, 1, 2, 8, 16, 29501, 2, 4},
                                .generation = 4,
                                .exit_status = 1,
                                .reason = "host node-c was lost"};

@@ -12,6 +12,7 @@ const Status kStatus = {.id = {1, 2, 255},
                         .host = "node-a",
                         .node_rank = 3,
                         .nproc = 8,
+                        .role = "trainer",
                         .phase = HostPhase::kFailed,
                         .generation = 1ULL << 63,
                         .order = 77,
@@ -26,7 +27,7 @@ const Order kOrder = {.job = {9},
                       .command = Command::kRun,
                       .asks = true,
                       .watched = true,
-                      .place = {5, 1, 2, 8, 16},
+                      .place = {5, 1, 2, 8, 16, 0, 3, 9},
                       .generation = 6,
                       .exit_status = 3,
                       .reason = "why"};
@@ -71,8 +72,8 @@ TEST(Messages, NumbersHaveBounds) {
     status.nproc = nproc;
     EXPECT_EQ(decode_status(encode(status)), std::nullopt) << nproc;
   }
-  for (const Place& place :
-       {Place{1, 2, 2, 0, 2}, Place{1, 0, 1, 2, 2}, Place{1, -1, 1, 0, 1}, Place{1, 0, 0, 0, 1}}) {
+  for (const Place& place : {Place{1, 2, 2, 0, 2}, Place{1, 0, 1, 2, 2}, Place{1, -1, 1, 0, 1},
+                             Place{1, 0, 0, 0, 1}, Place{1, 0, 1, 0, 1, 0, 1, 1}}) {
     Order order = kOrder;
     order.place = place;
     EXPECT_EQ(decode_order(encode(order)), std::nullopt);
