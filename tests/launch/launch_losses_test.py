@@ -277,6 +277,19 @@ def test_a_late_host_joins(programs):
     assert (first.finish().status, second.finish().status) == (143, 143)
 
 
+def test_a_late_host_says_too_and_each_once_that_it_sets_the_number_of_threads(programs):
+    job = Job(programs, "1:2")
+    unset = "env", "-u", "OMP_NUM_THREADS"
+    first = job.start(2, STAY, inside=unset)
+    first.wait_for("rank 0 of 2.*start 0")
+    second = job.start(2, STAY, inside=unset)
+    second.wait_for("rank 2 of 4.*start 1")
+    first.wait_for("rank 0 of 4.*start 1")
+    first.kill(signal.SIGTERM)
+    for done in (first.finish(), second.finish()):
+        assert done.stderr.count("OMP_NUM_THREADS is not set; each of the 2 processes") == 1, done.text
+
+
 def test_the_workers_of_an_agent_that_is_stopped_end_and_it_comes_back(programs):
     job = Job(programs, "1:2")
     first = job.start_coordinator(1, STAY)

@@ -36,6 +36,7 @@ struct RunOptions {
   std::string program = {};          // the path of command.front(); empty: find_program() tells it
   uint16_t master_port = 0;          // of the store on 127.0.0.1; 0: a free one
   bool prefix = true;                // mark output lines with "[rank N] "; a single process's never are
+  bool tells_of_threads = true;      // says so where the processes get OMP_NUM_THREADS
   std::chrono::nanoseconds grace_period =
       std::chrono::seconds(30);  // from the first failure or signal to SIGKILL
   std::string role = "default";  // ROLE_NAME

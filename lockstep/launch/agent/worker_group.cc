@@ -290,7 +290,7 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
                            .owns_job = true});
     variables.store_port = open_store(supervisor);
     const WorkerEnvironment common = common_environment(options, output.worker_columns());
-    if (variables.restart_count == 0 && options.nprocs > 1 && ::getenv("OMP_NUM_THREADS") == nullptr) {
+    if (options.tells_of_threads && options.nprocs > 1 && ::getenv("OMP_NUM_THREADS") == nullptr) {
       output.say("OMP_NUM_THREADS is not set; each of the " + std::to_string(options.nprocs) +
                  " processes gets OMP_NUM_THREADS=1, so that they do not overload the machine");
     }

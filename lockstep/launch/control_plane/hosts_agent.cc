@@ -307,6 +307,7 @@ int run_on_hosts(HostsOptions options) {
     }
     HostControl control(plane, signals, options.run.grace_period, table);
     run_generation(options, local_address, *task, plane, control, lines);
+    options.run.tells_of_threads = false;  // once, with this host's first workers
     if (control.end()) return control.end()->exit_status;
     leaving = control.leaving();
   }

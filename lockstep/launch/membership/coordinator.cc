@@ -132,8 +132,7 @@ void Coordinator::start(const Decision& decision) {
   ++world_.generation;
   places_.clear();
   int32_t ranks = 0;
-  std::map<std::string, int32_t>
-      ranks_of_role;  // counted by role as by world: torchrun's _assign_worker_ranks()
+  std::map<std::string, int32_t> ranks_of_role;  // as torchrun's _assign_worker_ranks() counts them
   for (const AgentId& agent : world_.hosts) {
     Member& member = *find(agent);
     places_.push_back({.generation = world_.generation,
