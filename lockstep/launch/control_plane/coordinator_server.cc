@@ -160,7 +160,12 @@ class CoordinatorServer::Peer : public EventHandler {
     const auto status = decode_status(message);
     // A connection is one agent's for ever.
     const bool in_bounds = status && (!agent_ || *agent_ == status->id);
-    if (!in_bounds || !server_.coordinator_.receive(*status, BootClock::now())) return reject();
+    if (!in_bounds) return reject();
+    if (!server_.coordinator_.receive(*status, BootClock::now())) {
+      server_.say_once("there are " + std::to_string(Coordinator::kMostMembers) +
+                       " agents, and more are refused");
+      return reject();
+    }
     agent_ = status->id;
     server_.news_ = true;
     order_due_ = true;
@@ -230,7 +235,12 @@ void CoordinatorServer::accept_some(BootTime now) {
   for (int i = 0; i < kAtOnce; ++i) {
     UniqueFd socket = listener_.accept(drop_oldest);
     if (!socket) return;
-    if (pending_.size() >= options_.most_pending) pending_.pop_front();
+    if (pending_.size() >= options_.most_pending) {
+      pending_.pop_front();
+      say_once(std::to_string(options_.most_pending) +
+               " connections to the coordinator's port have not said what they are for, and the oldest are "
+               "closed; does something else connect there?");
+    }
     pending_.push_back(std::make_unique<Peer>(*this, std::move(socket), now));
   }
 }
@@ -244,7 +254,12 @@ BootTime CoordinatorServer::serve(BootTime now) {
         if (now >= (*connection)->greeting_until()) pending_.erase(connection);
         break;
       case Peer::Phase::kAgent:
-        agents_.splice(agents_.end(), pending_, connection);
+        if ((*connection)->knows_agent()) {
+          become_only_connection(**connection);
+          agents_.splice(agents_.end(), pending_, connection);
+        } else if (now >= (*connection)->greeting_until()) {
+          pending_.erase(connection);
+        }
         break;
       case Peer::Phase::kStream:
       case Peer::Phase::kPlain:
@@ -252,7 +267,11 @@ BootTime CoordinatorServer::serve(BootTime now) {
         pending_.erase(connection);
         break;
       case Peer::Phase::kClosed:
-        pending_.erase(connection);
+        if ((*connection)->knows_agent()) {
+          agents_.splice(agents_.end(), pending_, connection);  // whose end is told below
+        } else {
+          pending_.erase(connection);
+        }
         break;
     }
   }
@@ -267,12 +286,28 @@ BootTime CoordinatorServer::serve(BootTime now) {
   return next;
 }
 
+/// The agent's former connections are old ones, of which it may know more than this host.
+void CoordinatorServer::become_only_connection(Peer& peer) {
+  for (const auto& other : agents_) {
+    if (other->agent() == peer.agent()) other->close();
+  }
+}
+
+void CoordinatorServer::say_once(const std::string& text) {
+  if (options_.report && said_.insert(text).second) options_.report(text);
+}
+
 void CoordinatorServer::begin_stream(Peer& peer) {
   const World& world = coordinator_.world();
   const bool plain = peer.phase() == Peer::Phase::kPlain;
-  const bool allowed = plain ? streams_.size() < kMostOpenStreams : peer.generation() == world.generation;
+  const size_t most = plain ? kMostOpenStreams : options_.most_streams_of_host * world.hosts.size();
   const bool runs = world.phase == WorldPhase::kRunning || world.phase == WorldPhase::kYielding;
-  if (!runs || !allowed) return peer.close();
+  if (!runs || (!plain && peer.generation() != world.generation)) return peer.close();
+  if (streams_.size() >= most) {
+    say_once("the job's processes have " + std::to_string(most) +
+             " connections to the store, and more are refused; do they open new ones again and again?");
+    return peer.close();
+  }
   SocketAddress store;
   auto& address = reinterpret_cast<sockaddr_in&>(store.storage);
   address.sin_family = AF_INET;
@@ -289,14 +324,13 @@ void CoordinatorServer::drop_closed() {
   for (auto place = agents_.begin(); place != agents_.end();) {
     const auto connection = place++;
     if ((*connection)->phase() != Peer::Phase::kClosed) continue;
-    const bool known = (*connection)->knows_agent();
-    const AgentId agent = known ? (*connection)->agent() : AgentId{};
+    const AgentId agent = (*connection)->agent();
     agents_.erase(connection);
     // It may have made another connection meanwhile.
     const bool again = std::any_of(agents_.begin(), agents_.end(), [&](const auto& other) {
-      return other->knows_agent() && other->agent() == agent && other->phase() == Peer::Phase::kAgent;
+      return other->agent() == agent && other->phase() == Peer::Phase::kAgent;
     });
-    if (!known || again) continue;
+    if (again) continue;
     coordinator_.disconnected(agent);
     news_ = true;
   }
@@ -325,7 +359,6 @@ void CoordinatorServer::decide(BootTime now) {
 void CoordinatorServer::pass_on(const AgentId& agent, const std::string& report) {
   const std::vector<Member>& members = coordinator_.members();
   for (const auto& connection : agents_) {
-    if (!connection->knows_agent()) continue;
     const bool watches = std::any_of(members.begin(), members.end(), [&](const Member& member) {
       return member.status.id == connection->agent() && member.status.watches;
     });

@@ -7,20 +7,24 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 
 #include <lockstep/launch/control_plane/event_loop.h>
 #include <lockstep/launch/control_plane/forwarding.h>
 #include <lockstep/launch/control_plane/listener.h>
 #include <lockstep/launch/control_plane/tls.h>
+#include <lockstep/launch/control_plane/tunnel_entrance.h>
 #include <lockstep/launch/membership/coordinator.h>
 
 namespace lockstep::launch {
 
 /// The coordinator's end of all connections: a Coordinator with a port. Nothing of a connection counts before its
 /// handshake has shown that the other end knows the key, and each has bounds:
-/// - in time: a connection that has not said what it is for after `greeting_time` is closed; of more than
-///   `most_pending` such the oldest is;
+/// - in time: a connection that has not said what it is for, an agent's not whose, after `greeting_time` is closed; of more
+///   than `most_pending` such the oldest is;
+/// - in number: of an agent's connections the last one stays, there are no more agents than Coordinator::kMostMembers, and of
+///   each host of the generation no more than `most_streams_of_host` streams;
 /// - in size: messages up to kMostMessageBytes, an agent's up to kMostReportBytes, streams up to Forwarding::kMostBytes
 ///   each way;
 /// - in rate: an agent that sends more than kMostStatuses messages a second is cut off.
@@ -39,13 +43,14 @@ class CoordinatorServer : public EventHandler {
     std::function<uint16_t(uint64_t)> start_store = {};
     /// Is told each decision whose reason is new.
     std::function<void(const Decision&)> observe = {};
-    /// Is told what other hosts report of workers that failed.
+    /// Is told what other hosts report of workers that failed, and, once, that a bound was reached.
     std::function<void(const std::string&)> report = {};
     /// Workers reach the store without the tunnel, at this server's own port, which this is: what does not begin as TLS does
     /// is passed on to the store. 0: by the tunnel alone.
     uint16_t open_port = 0;
     std::chrono::nanoseconds greeting_time = std::chrono::seconds(5);
     size_t most_pending = 256;
+    size_t most_streams_of_host = TunnelEntrance::kMostStreams;
   };
 
   /// `listener` listens, and does not block.
@@ -70,6 +75,8 @@ class CoordinatorServer : public EventHandler {
   void pass_on(const AgentId& agent, const std::string& report);
   void drop_closed();
   void begin_stream(Peer& peer);
+  void become_only_connection(Peer& peer);
+  void say_once(const std::string& text);
 
   EventLoop& loop_;
   TlsKey key_;
@@ -85,6 +92,7 @@ class CoordinatorServer : public EventHandler {
   bool watched_ = false;  // at the last decision
   BootTime look_again_at_ = {};
   std::string last_reason_;
+  std::set<std::string> said_;  // of bounds that were reached
   bool done_ = false;
 };
 

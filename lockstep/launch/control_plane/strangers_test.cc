@@ -27,6 +27,7 @@ namespace {
 
 using namespace testing;
 using std::chrono::milliseconds;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 TEST(Strangers, AWrongSecretOrAnotherJobIsNoHandshake) {
@@ -172,6 +173,79 @@ TEST(Strangers, WhatIsNotAMessageClosesTheConnectionOfOneWhoKnowsTheSecret) {
     client.send(bytes);
     client.expect_closed();
   }
+  scene.expect_unharmed(before);
+}
+
+TEST(Strangers, AnAgentThatDoesNotSayWhoItIsIsClosedInTime) {
+  Scene scene(milliseconds(100));
+  scene.run_world();
+  const std::string before = scene.state();
+  Client client(scene, scene.key);
+  ASSERT_TRUE(client.open());
+  client.send(framed(encode(Greeting{})));
+  client.expect_closed();
+  scene.expect_unharmed(before);
+}
+
+TEST(Strangers, AgentsThatDoNotSayWhoTheyAreGiveWayToOthers) {
+  Scene scene;
+  scene.run_world();
+  const std::string before = scene.state();
+  std::deque<Client> silent;
+  for (size_t i = 0; i <= CoordinatorServer::Options().most_pending; ++i) {
+    silent.emplace_back(scene, scene.key);
+    ASSERT_TRUE(silent.back().open());
+    silent.back().send(framed(encode(Greeting{})));
+  }
+  silent.front().expect_closed();
+  EXPECT_THAT(scene.said, ElementsAre(HasSubstr("256 connections to the coordinator's port have not said")));
+  scene.expect_unharmed(before);
+}
+
+TEST(Strangers, OfAnAgentsConnectionsTheLastOneStays) {
+  Scene scene;
+  scene.run_world();
+  std::deque<Client> clients;
+  for (int i = 1; i <= 3; ++i) {
+    clients.emplace_back(scene, scene.key);
+    ASSERT_TRUE(clients.back().open());
+    clients.back().send(framed(encode(Greeting{})) +
+                        framed(encode(Status{.id = {5}, .sent_at = i, .host = "node-5"})));
+    if (i > 1) clients[clients.size() - 2].expect_closed();
+  }
+  scene.until([&] { return scene.server->coordinator().members().at(2).status.sent_at == 3; },
+              "the last status is heard");
+  EXPECT_TRUE(scene.server->coordinator().members().at(2).connected);
+}
+
+TEST(Strangers, AnAgentThatHasGoneAtOnceIsNotConnected) {
+  Scene scene;
+  scene.run_world();
+  {
+    Client client(scene, scene.key);
+    ASSERT_TRUE(client.open());
+    client.send(framed(encode(Greeting{})) +
+                framed(encode(Status{.id = {5}, .sent_at = 1, .host = "node-5"})));
+  }
+  const auto& members = scene.server->coordinator().members();
+  scene.until([&] { return members.size() == 3 && !members[2].connected; }, "it has come and gone");
+}
+
+TEST(Strangers, HostsHaveNoMoreStreamsThanTheyMay) {
+  Scene scene(std::chrono::seconds(30), Scene::two_hosts(), false, /*streams_of_host=*/1);
+  scene.run_world();
+  const std::string before = scene.state();
+  std::deque<Client> clients;
+  std::vector<UniqueFd> at_store;
+  for (int i = 0; i < 3; ++i) {
+    clients.emplace_back(scene, scene.key);
+    ASSERT_TRUE(clients.back().open());
+    clients.back().send(framed(encode(Greeting{.kind = Greeting::Kind::kStream, .generation = 1})));
+    if (i < 2) at_store.push_back(scene.accept_at_store());
+  }
+  clients.back().expect_closed();
+  EXPECT_FALSE(scene.store_was_reached());
+  EXPECT_THAT(scene.said, ElementsAre(HasSubstr("2 connections to the store, and more are refused")));
   scene.expect_unharmed(before);
 }
 

@@ -37,7 +37,8 @@ inline SocketAddress loopback(uint16_t port) {
 class Scene {
  public:
   explicit Scene(std::chrono::nanoseconds greeting_time = std::chrono::seconds(30),
-                 MembershipOptions chosen = two_hosts(), bool is_open = false)
+                 MembershipOptions chosen = two_hosts(), bool is_open = false,
+                 size_t streams_of_host = TunnelEntrance::kMostStreams)
       : membership(chosen), listener_(listen_on_loopback(port)), store_(listen_on_loopback(store_port)) {
     ::signal(SIGPIPE, SIG_IGN);
     CoordinatorServer::Options options;
@@ -45,6 +46,8 @@ class Scene {
     options.job = {7};
     options.own = {1};
     options.greeting_time = greeting_time;
+    options.most_streams_of_host = streams_of_host;
+    options.report = [this](const std::string& text) { said.push_back(text); };
     if (is_open) options.open_port = port;
     options.start_store = [this](uint64_t) { return store_port; };
     server = std::make_unique<CoordinatorServer>(loop, key, std::move(listener_), std::move(options));
@@ -126,6 +129,7 @@ class Scene {
   TlsKey key{kTestSecret, "job"};
   uint16_t port = 0;
   uint16_t store_port = 0;
+  std::vector<std::string> said;  // by the coordinator
 
  private:
   UniqueFd listener_;
