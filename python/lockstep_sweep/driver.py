@@ -9,6 +9,7 @@ from lockstep_sweep.job import Job
 from lockstep_sweep.slots import Slots
 
 TICK = 0.1  # seconds between looks at what running jobs have written
+TWICE = 0.05  # within which the first signal, sent again, counts for one, as with lockstep run: timeout(1) sends its twice
 
 
 class Driver:
@@ -54,6 +55,8 @@ class Driver:
             return  # a closed terminal: its shell and the kernel send one each
         self._signals.append(number)
         self._progress.say_once("lockstep sweep: ends its jobs; a second Ctrl-C or signal kills them")
+        if len(self._signals) == 1:
+            signal.sigtimedwait({number}, TWICE)
 
     def _leave(self, ending, number):
         """Ends its jobs without a word to the study. Drivers that find their trials left run them again."""

@@ -21,6 +21,7 @@ optuna = pytest.importorskip("optuna")
 pytest.importorskip("lockstep_sweep", reason="there is no Python module in this build")
 from lockstep_sweep import keeper  # noqa: E402
 from lockstep_sweep.__main__ import main  # noqa: E402
+from lockstep_sweep.driver import TWICE  # noqa: E402
 from lockstep_sweep.study import own_trials  # noqa: E402
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -65,10 +66,7 @@ if not pathlib.Path("go").exists():
     assert [again.state.name, other.state.name] == ["COMPLETE", "COMPLETE"]
 
 
-@takes_hangups
-def test_a_terminal_that_closes_kills_no_job(sweep):
-    """Its shell and the kernel send SIGHUP each."""
-    program = sweep.script("""
+SAVES_ON_SIGNAL = """
 import os, pathlib, signal, sys, time
 def end(*_):
     pathlib.Path("asked").touch()
@@ -80,8 +78,30 @@ signal.signal(signal.SIGTERM, end)
 pathlib.Path("begun").touch()
 while True:
     time.sleep(1)
-""")
-    driver = sweep.start(*BOWL, *LOSS, "--trials", 1, "--", program)
+"""
+
+
+def test_the_same_signal_again_at_once_kills_no_job(sweep):
+    """timeout(1) sends its signal to its program, and then to the process group."""
+    driver = sweep.start(*BOWL, *LOSS, "--trials", 1, "--", sweep.script(SAVES_ON_SIGNAL))
+    wait_for(lambda: (sweep.folder / "begun").exists())
+    begin = time.monotonic()
+    driver.kill(signal.SIGTERM)
+    while is_pending(driver.pid, signal.SIGTERM):  # otherwise both would be one for the kernel already
+        pass
+    driver.kill(signal.SIGTERM)
+    if time.monotonic() > begin + TWICE:
+        pytest.skip("this machine is so busy that two signals in a row are not at once")
+    wait_for(lambda: (sweep.folder / "asked").exists())
+    (sweep.folder / "go").touch()
+    done = driver.finish()
+    assert done.status == 128 + signal.SIGTERM and (sweep.folder / "saved").exists(), done.text
+
+
+@takes_hangups
+def test_a_terminal_that_closes_kills_no_job(sweep):
+    """Its shell and the kernel send SIGHUP each."""
+    driver = sweep.start(*BOWL, *LOSS, "--trials", 1, "--", sweep.script(SAVES_ON_SIGNAL))
     wait_for(lambda: (sweep.folder / "begun").exists())
     driver.kill(signal.SIGHUP)
     wait_for(lambda: (sweep.folder / "asked").exists())
