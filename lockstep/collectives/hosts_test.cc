@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <regex>
 #include <string>
+#include <sys/socket.h>
 #include <unistd.h>
 #include <vector>
 
@@ -273,6 +274,37 @@ TEST_F(Hosts, AnEndIsToldBeforeWhatItEndsElsewhere) {
                   EXPECT_TRUE(std::regex_search(text, std::regex(end))) << text;
                 },
                 {.hosts = 2});
+}
+
+/// Rank 0 awaits the end of rank 1's process, to say how it ended, longer than the limit of silence. Rank 2 waits for rank 0.
+TEST_F(Hosts, ARankThatAwaitsTheEndOfAnotherAnswersMeanwhile) {
+  run_survivors(3, {1},
+                [](int rank) {
+                  auto world = init_process_group();
+                  const auto of_host = new_group({0, 1});
+                  const auto over_hosts = new_group({0, 2});
+                  std::vector<at::Tensor> pids(3);
+                  for (at::Tensor& pid : pids) pid = at::empty({1}, at::kLong);
+                  all_gather(pids, at::full({1}, ::getpid(), at::kLong));
+                  barrier();
+                  if (rank == 1) {
+                    failpoint::configure("notice_end=delay(600000)");  // it takes rank 0 for ended
+                    for (int fd = 3; fd < 1024; ++fd) {
+                      int domain = 0;
+                      socklen_t size = sizeof domain;
+                      if (::getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size) == 0 && domain == AF_UNIX)
+                        ::shutdown(fd, SHUT_RDWR);
+                    }
+                    while (true) ::pause();
+                  }
+                  if (rank == 0) {
+                    const auto text = message_of<c10::Error>([&] { barrier(of_host); });
+                    EXPECT_THAT(text, HasSubstr("has closed its connections, and its process goes on"));
+                  }
+                  barrier(over_hosts);
+                  if (rank == 0) ::kill(static_cast<pid_t>(pids[1].item<int64_t>()), SIGKILL);
+                },
+                {.hosts = 2, .environment = {{"LOCKSTEP_HEARTBEAT_TIMEOUT_SEC", "1"}}});
 }
 
 TEST_F(Hosts, AbortReachesAll) {

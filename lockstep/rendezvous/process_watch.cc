@@ -26,10 +26,6 @@ struct PidfdInfo {
 constexpr uint64_t kPidfdInfoExit = 1 << 3;
 constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 
-/// From the moment at which a dying process has closed its sockets, by which others notice its end, until it has ended.
-/// It frees its memory in between, on a busy machine.
-constexpr std::chrono::milliseconds kLongestEnding{2000};
-
 /// The wait status that the kernel remembers once the process was reaped.
 std::optional<int> kernel_exit_status(int pidfd) {
   PidfdInfo info{};

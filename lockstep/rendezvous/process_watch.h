@@ -50,9 +50,13 @@ class ProcessWatch {
   UniqueFd pidfd_;
 };
 
+/// From the moment at which a dying process has closed its sockets, by which others notice its end, until it has ended, at
+/// most: it frees its memory in between, on a busy machine.
+inline constexpr std::chrono::milliseconds kLongestEnding{2000};
+
 /// How a process ended, in words, from the launcher's exit status table or from the kernel (PIDFD_GET_INFO,
 /// Linux 6.15, once the parent has reaped the process; /proc/PID/stat, until it has), as soon as one knows
-/// within `patience` of its end, which may take 2 s itself. `pidfd` may be -1.
+/// within `patience` of its end, which may take kLongestEnding itself. `pidfd` may be -1.
 std::optional<std::string> known_end(pid_t pid, int pidfd, std::chrono::milliseconds patience);
 
 }  // namespace lockstep

@@ -6,6 +6,7 @@
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/exit_status_table.h>
 #include <lockstep/rendezvous/process_stat.h>
+#include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/transport/host/groups/group_members.h>
 #include <lockstep/transport/host/host_transport.h>
 #include <lockstep/transport/host/process_header.h>
@@ -13,6 +14,9 @@
 // Of HostTransport: how ranks end, and what they are called.
 namespace lockstep::transport {
 namespace {
+
+/// With those that share a lost rank's host and may know more: until they see that it has ended, find out how, and have told it.
+constexpr std::chrono::nanoseconds kPatienceForEnd = kLongestEnding + std::chrono::seconds(1);
 
 /// Between two questions to a rank's host how that rank has ended.
 constexpr auto kEndQuestionInterval = std::chrono::milliseconds(300);
@@ -28,7 +32,7 @@ std::string HostTransport::describe_end(int rank) {
     std::unique_lock lock(segments_mutex_);
     if (peer.patience_for_end.is_never()) {
       peer.least_patience_for_end = Deadline::after(std::chrono::milliseconds(is_alone(rank) ? 0 : 300));
-      peer.patience_for_end = Deadline::after(std::chrono::seconds(2));
+      peer.patience_for_end = Deadline::after(kPatienceForEnd);
       peer.question_for_end = peer.least_patience_for_end;
     }
     while (true) {
@@ -57,6 +61,8 @@ std::string HostTransport::describe_end(int rank) {
     return describe_loss(rank, wire_->lost(rank).value_or("its host says that it has ended"));
   }
   std::byte* first = peer.bases[0].load(std::memory_order_acquire);
+  if (peer.goes_on.load(std::memory_order_relaxed) && note_kind(header_of(first)) == EndKind::kRunning)
+    return describe(rank) + " has closed its connections, and its process goes on" + in_action(rank);
   return describe(rank) + " " + describe_process_end(header_of(first), peer.link.pid, peer.link.pidfd.get()) +
          in_action(rank);
 }
@@ -179,7 +185,7 @@ const EndOfFarRank* HostTransport::end_of_far_rank(int rank) const {
 
 /// How long those that share a lost rank's host may take to say more of it than this rank can.
 std::chrono::nanoseconds HostTransport::patience_with_neighbours_of(int rank) const {
-  return std::chrono::seconds(layout_.hosts[layout_.host_of[rank]].size() > 1 ? 2 : 0);
+  return is_alone(rank) ? std::chrono::nanoseconds(0) : kPatienceForEnd;
 }
 
 ControlMessage HostTransport::end_message(int neighbour) {

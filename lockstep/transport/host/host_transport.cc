@@ -15,6 +15,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
+#include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/transport/host/first_messages.h>
 #include <lockstep/transport/host/groups/group_members.h>
 #include <lockstep/transport/host/host_transport.h>
@@ -315,14 +316,16 @@ void HostTransport::monitor(bool watches) {
     for (const int rank : layout_.neighbours()) {
       const Peer& peer = *peers_[rank];
       if (!watches || rank == rank_ || peer.ended.load(std::memory_order_relaxed)) continue;
-      polls.push_back({peer.link.socket.get(), POLLIN, 0});
+      // A closed one would be ready each time.
+      polls.push_back({closing_.count(rank) != 0 ? -1 : peer.link.socket.get(), POLLIN, 0});
       polls.push_back({peer.link.pidfd.get(), POLLIN, 0});  // a negative descriptor is ignored
       ranks.insert(ranks.end(), {rank, rank});
     }
     const Deadline& first = look.remaining() < look_at_waits.remaining() ? look : look_at_waits;
     int timeout = first.is_never() ? -1 : first.poll_milliseconds();
-    for (const auto& [rank, deadline] : reported_) {
-      timeout = std::min(timeout < 0 ? INT_MAX : timeout, deadline.poll_milliseconds());
+    for (const auto* deadlines : {&reported_, &closing_}) {
+      for (const auto& [rank, deadline] : *deadlines)
+        timeout = std::min(timeout < 0 ? INT_MAX : timeout, deadline.poll_milliseconds());
     }
     if (has_unsent) timeout = timeout < 0 ? kSendInterval : std::min(timeout, kSendInterval);
     if (::poll(polls.data(), polls.size(), timeout) < 0) {
@@ -334,17 +337,20 @@ void HostTransport::monitor(bool watches) {
     if (polls[0].revents != 0) {
       eventfd_t ignored = 0;
       ::eventfd_read(wake_event_.get(), &ignored);
-      if (stopping_.load(std::memory_order_acquire)) {
-        if (has_told_wait_) launcher_->record_wait(std::nullopt);
-        return;
-      }
     }
-    if (polls[1].revents != 0) {
+    const bool stops = stopping_.load(std::memory_order_acquire);
+    // What has come counts also when this rank stops: how another host's has ended, its neighbours read here.
+    if (stops && wire_) wire_->progress();
+    if (polls[1].revents != 0 || (stops && control_)) {
       control_->hear([this](int from, const ControlMessage& message) { hear(from, message); },
                      [this](int lost, bool by_own_fault) {
                        if (by_own_fault) lose_by_own_fault(lost);
                        mark_ended(lost);
                      });
+    }
+    if (stops) {
+      if (has_told_wait_) launcher_->record_wait(std::nullopt);
+      return;
     }
     std::erase_if(reported_, [this](const auto& reported) {
       if (!reported.second.expired()) return false;
@@ -361,7 +367,12 @@ void HostTransport::monitor(bool watches) {
       look_at_waits = Deadline::after(waits_interval);
     }
     for (size_t i = 2; i < polls.size(); i += 2) {
+      const auto closing = closing_.find(ranks[i]);
       bool ended = polls[i + 1].revents != 0;
+      if (!ended && closing != closing_.end() && closing->second.expired()) {
+        peers_[ranks[i]]->goes_on.store(true, std::memory_order_relaxed);
+        ended = true;
+      }
       if (polls[i].revents != 0 || ended) {
         bool open = true;
         // All that has come, for a peer that has ended sends no second wake-up; also what has come since
@@ -373,9 +384,10 @@ void HostTransport::monitor(bool watches) {
             note_unmapped(ranks[i], received->index, received->problem);
           }
         }
-        ended |= !open;
+        ended = ended || (!open && !is_still_ending(ranks[i]));
       }
       if (ended) {
+        closing_.erase(ranks[i]);
         failpoint::here("notice_end");
         // First the other hosts: once an operation fails by it here, what that tells them ends their ranks, which would
         // not hear any more how it ended.
@@ -384,6 +396,16 @@ void HostTransport::monitor(bool watches) {
       }
     }
   }
+}
+
+/// Of a neighbour that has closed its sockets, and whose end would be awaited otherwise to say how it ended: this thread has
+/// heartbeats to answer meanwhile.
+bool HostTransport::is_still_ending(int rank) {
+  const Peer& peer = *peers_[rank];
+  const bool noted = note_kind(header_of(peer.bases[0].load(std::memory_order_acquire))) != EndKind::kRunning;
+  if (noted || !peer.link.pidfd) return false;
+  closing_.emplace(rank, Deadline::after(kLongestEnding));
+  return true;
 }
 
 /// The peer lives all the same. What needs the memory fails, with this reason.

@@ -105,7 +105,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   uint32_t endings() const { return endings_.load(std::memory_order_acquire); }
   bool has_ended(int rank) const { return peers_[rank]->ended.load(std::memory_order_acquire); }
   /// "rank 2 (pid 4242) was killed by signal 9 (SIGKILL)". Takes up to 50 ms for a peer that has just ended. Of one on
-  /// another host its neighbours' word is awaited for 300 ms; then those that live are asked, for up to 2 s in all.
+  /// another host its neighbours' word is awaited for 300 ms; then those that live are asked, for up to 3 s in all.
   std::string describe_end(int rank);
   /// " in 2B3": what a rank of this host does of a plan, or did when it ended; "" where it has none, and of other hosts'.
   std::string in_action(int rank) const;
@@ -180,8 +180,10 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     PeerLink link;
     std::atomic<bool> ended{false};
     std::once_flag end_told;  // of a rank on this host, to the others
-    std::string host;         // its name; empty in a job on one host
-    std::string wire;         // of a rank on another host: what its wire says of itself
+    std::atomic<bool> goes_on{
+        false};        // the process of one that has ended, for it has closed its connections long ago
+    std::string host;  // its name; empty in a job on one host
+    std::string wire;  // of a rank on another host: what its wire says of itself
     // How long describe_end() waits to hear of it, from the first call on; under segments_mutex_.
     Deadline least_patience_for_end = Deadline::never();
     Deadline patience_for_end = Deadline::never();
@@ -259,6 +261,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   bool is_alone(int rank) const;
   std::string describe_loss(int rank, const std::string& reason) const;
   void monitor(bool watches);
+  bool is_still_ending(int rank);
   void note_unmapped(int rank, uint32_t index, const std::string& reason);
   void mark_ended(int rank);
   void sweep_retired();
@@ -293,6 +296,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
 
   UniqueFd wake_event_;  // of the monitor thread
   std::atomic<bool> stopping_{false};
+  // Neighbours that have closed their sockets, and until when they may take to end; monitor thread only.
+  std::map<int, Deadline> closing_;
   std::map<int, Deadline>
       reported_;  // ranks that have ended, as they or others say: when the wire abandons them; monitor thread only
   std::unique_ptr<ControlChannel> control_;  // null on one host, as the wire
