@@ -163,6 +163,17 @@ def test_a_host_with_another_secret_is_none(programs):
     assert (second.status, first.finish().status) == (0, 0)
 
 
+def test_a_host_with_another_number_of_hosts_ends_at_once_and_the_others_are_unharmed(programs):
+    job = Job(programs, 2)
+    first = job.start_coordinator(1, TELL)
+    other = Job(programs, "2:3", port=job.port).start(1, TELL).finish()
+    why = r"has --nnodes=2:3 where the coordinator has --nnodes=2; give all hosts of a job the same\n"
+    assert other.status == 1 and re.search(why, other.stderr), other.text
+    second = job.start(1, TELL).finish()
+    done = first.finish()
+    assert (second.status, done.status) == (0, 0) and re.search(why, done.stderr), done.text
+
+
 def test_a_short_secret_is_refused_and_none_gets_a_warning(programs):
     done = programs.run("lockstep", "run", "--nnodes", 2, "true", LOCKSTEP_JOB_SECRET="guess")
     assert done.status == 2 and "the job's secret has 5 characters" in done.stderr, done.text

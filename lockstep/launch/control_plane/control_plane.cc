@@ -27,6 +27,9 @@ namespace {
 
 constexpr const char* kLoopback = "127.0.0.1";
 
+/// Of one that goes on and on for the same reason.
+constexpr std::chrono::minutes kBeforeWaitIsRepeated{5};
+
 /// The same for all hosts, as they understand it: no name that a host maps to loopback for itself alone.
 bool means_loopback(const std::string& host) {
   return host == "localhost" || host.starts_with("127.") || host == "::1";
@@ -192,7 +195,7 @@ class ControlPlane::Thread : public EventHandler {
                       state_.phase() != before || std::exchange(order_, state_.order()) != state_.order();
     next = std::min({next, link_->serve(now, news), state_.look_again_at()});
     say_trouble();
-    next = std::min(next, watchers_.serve(now));
+    next = std::min({next, say_wait(now), watchers_.serve(now)});
     if (tunnel_) next = std::min(next, tunnel_->serve(now));
     return std::max(next,
                     now + std::chrono::milliseconds(1));  // what is due again at once waits for its turn
@@ -230,6 +233,31 @@ class ControlPlane::Thread : public EventHandler {
   void say_trouble() {
     if (server_ || link_->trouble().empty()) return;
     say_once("can't reach the coordinator, and tries again: " + link_->trouble());
+  }
+  /// For what an agent waits that has no workers. The coordinator's says what it decides. Returns when to look again.
+  BootTime say_wait(BootTime now) {
+    if (server_ || state_.phase() != AgentState::Phase::kIdle) {
+      look_at_wait_ = {};
+      said_wait_.clear();
+      return BootTime::max();
+    }
+    if (now < look_at_wait_) return look_at_wait_;
+    const bool begins = std::exchange(look_at_wait_, now + options_.before_wait_is_said) == BootTime{};
+    if (begins) return look_at_wait_;
+    const std::string text = what_it_waits_for();
+    if (text != said_wait_ || now >= repeat_wait_at_) {
+      repeat_wait_at_ = now + kBeforeWaitIsRepeated;
+      said_wait_ = text;
+      options_.say(text);
+    }
+    return look_at_wait_;
+  }
+  std::string what_it_waits_for() const {
+    const std::string place = " the coordinator at " + link_->coordinator().text() + " port " +
+                              std::to_string(link_->coordinator().port());
+    if (!link_->trouble().empty()) return "waits for the coordinator: " + link_->trouble();
+    if (state_.reason().empty()) return "waits for an answer of" + place;
+    return "is connected to" + place + ", and waits: " + state_.reason();
   }
   void say_once(const std::string& trouble) {
     if (troubles_.insert(trouble).second) options_.say(trouble);
@@ -302,6 +330,9 @@ class ControlPlane::Thread : public EventHandler {
       std::make_shared<std::atomic<KnownGeneration>>();  // of the reporter's thread, too, which may end later
   uint64_t order_ = 0;                                   // that the last status told of
   std::set<std::string> troubles_;                       // that were told
+  BootTime look_at_wait_ = {};                           // 0: it has begun with nothing, or has workers
+  BootTime repeat_wait_at_ = {};
+  std::string said_wait_;
 };
 
 ControlPlane::ControlPlane(Options options) : tasks_event_(make_event()), wake_event_(make_event()) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -53,6 +54,9 @@ class ControlPlane {
     /// That of all generations' workers, which find there what this host knows of generations.
     std::shared_ptr<ExitStatusTable> table = {};
     std::function<std::string(const KnownGeneration&)> report = {};  // see HostsOptions
+    /// For so long an agent that is not the coordinator's has no workers before it says for what it waits, and from then on until
+    /// it says so again, where that has changed.
+    std::chrono::nanoseconds before_wait_is_said = std::chrono::seconds(5);
   };
   /// What the main thread is to do.
   struct Task {

@@ -2,12 +2,15 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <future>
 #include <gmock/gmock.h>
 #include <memory>
+#include <mutex>
 #include <netinet/in.h>
 #include <optional>
 #include <poll.h>
+#include <set>
 #include <stdlib.h>
 #include <string>
 #include <string_view>
@@ -34,6 +37,7 @@ namespace {
 using namespace testing;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 TEST(ControlPlane, TwoAgentsAndACoordinatorRunAWorldAndEndIt) {
@@ -46,6 +50,67 @@ TEST(ControlPlane, TwoAgentsAndACoordinatorRunAWorldAndEndIt) {
   scene.until([&] { return scene.server->done(); }, "the job ends");
   EXPECT_EQ(scene.server->exit_status(), 0);
   for (auto& agent : scene.agents) EXPECT_EQ(agent->state.phase(), AgentState::Phase::kEnded);
+}
+
+TEST(ControlPlane, AnAgentWithOtherOptionsEndsAndIsToldWhich) {
+  Scene scene;
+  scene.run_world();
+  const std::string before = scene.state();
+  MembershipOptions others = scene.membership;
+  others.max_hosts = 3;
+  AgentState state({.id = {9}, .host = "node-9"}, others, BootClock::now());
+  AgentLink link(scene.loop, scene.key, {loopback(scene.port)}, others, state);
+  scene.until(
+      [&] {
+        link.serve(BootClock::now(), false);
+        state.advance(BootClock::now());
+        return state.phase() == AgentState::Phase::kEnded;
+      },
+      "the agent is refused");
+  EXPECT_EQ(state.exit_status(), 1);
+  const std::string why =
+      "node-9 has --nnodes=2:3 where the coordinator has --nnodes=2; give all hosts of a job the same";
+  EXPECT_EQ(state.reason(), why);
+  EXPECT_THAT(scene.said, ElementsAre(why));
+  scene.expect_unharmed(before);
+}
+
+TEST(ControlPlane, AnAgentWithoutWorkersSaysWhatItWaitsForAndAgainOnlyWhenThatHasChanged) {
+  Scene scene;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<std::string> said;
+  ControlPlane plane({.membership = scene.membership,
+                      .self = {.id = {9}, .host = "node-9"},
+                      .endpoint = {.addresses = {loopback(scene.port)}, .listener = {}},
+                      .key = scene.key,
+                      .say =
+                          [&](const std::string& text) {
+                            const std::lock_guard lock(mutex);
+                            said.push_back(text);
+                            changed.notify_all();
+                          },
+                      .before_wait_is_said = milliseconds(10)});
+  const std::string place = " the coordinator at 127.0.0.1 port " + std::to_string(scene.port);
+  {
+    std::unique_lock lock(mutex);  // the server has not had a turn
+    ASSERT_TRUE(changed.wait_for(lock, seconds(60), [&] { return !said.empty(); }));
+    EXPECT_EQ(said.front(), "waits for an answer of" + place);
+  }
+  const std::string waits = "is connected to" + place + ", and waits: 1 host of at least 2 are here: node-9";
+  scene.until(
+      [&] {
+        const std::lock_guard lock(mutex);
+        return said.back() == waits;
+      },
+      "it waits for another host");
+  const auto& members = scene.server->coordinator().members();
+  for (int heartbeats = 0; heartbeats < 10; ++heartbeats) {
+    const BootTime heard_at = members.at(0).heard_at;
+    scene.until([&] { return members.at(0).heard_at > heard_at; }, "the agent is heard again");
+  }
+  const std::lock_guard lock(mutex);
+  EXPECT_EQ(std::set<std::string>(said.begin(), said.end()).size(), said.size());
 }
 
 TEST(ControlPlane, ReportsReachTheHostsThatWatch) {

@@ -23,7 +23,8 @@ class CoordinatorServer::Peer : public EventHandler {
   enum class Phase { kUnknown, kAgent, kStream, kPlain, kClosed };
 
   Peer(CoordinatorServer& server, UniqueFd socket, BootTime now)
-      : server_(server), greeting_until_(now + server.options_.greeting_time) {
+      : server_(server),
+        greeting_until_(now + server.options_.greeting_time) {
     if (server.options_.open_port == 0) {
       speak_tls(std::move(socket));
       watch();
@@ -161,6 +162,11 @@ class CoordinatorServer::Peer : public EventHandler {
     // A connection is one agent's for ever.
     const bool in_bounds = status && (!agent_ || *agent_ == status->id);
     if (!in_bounds) return reject();
+    if (const auto refusal = agent_ || refused_ ? std::nullopt : server_.coordinator_.refusal_of(*status)) {
+      refused_ = true;
+      out_ = framed(encode(*refusal));
+    }
+    if (refused_) return;  // its agent ends by this word, and with it the connection, or its time does
     if (!server_.coordinator_.receive(*status, BootClock::now())) {
       server_.say_once("there are " + std::to_string(Coordinator::kMostMembers) +
                        " agents, and more are refused");
@@ -177,7 +183,7 @@ class CoordinatorServer::Peer : public EventHandler {
 
   /// At most one order or report is on its way; where the agent is slow, it gets the newest ones next, orders first.
   void flush() {
-    if (phase_ != Phase::kAgent || !agent_) return;
+    if (phase_ != Phase::kAgent) return;
     while (true) {
       if (out_.empty() && !order_due_ && !reports_due_.empty()) {
         out_ = framed(reports_due_.begin()->second);
@@ -205,7 +211,8 @@ class CoordinatorServer::Peer : public EventHandler {
   std::optional<AgentId> agent_;
   uint64_t generation_ = 0;
   std::string out_;
-  bool order_due_ = false;
+  bool order_due_ = false;  // of one whose agent is known
+  bool refused_ = false;    // and told so
   bool asks_ = false;
   BootTime second_since_ = {};
   int messages_ = 0;                            // since then

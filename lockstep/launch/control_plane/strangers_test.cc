@@ -153,7 +153,7 @@ TEST(Strangers, WhatIsNotAMessageClosesTheConnectionOfOneWhoKnowsTheSecret) {
   scene.run_world();
   const std::string before = scene.state();
   const std::string agent = framed(encode(Greeting{}));
-  const std::string status = encode(Status{.id = {2}, .sent_at = 1, .host = "node-2"});
+  const std::string status = encode(scene.status_of(2));
   const std::vector<std::string> bad = {
       std::string(4, '\0'),                // no length
       std::string("\xff\xff\xff\x7f", 4),  // too long
@@ -163,7 +163,7 @@ TEST(Strangers, WhatIsNotAMessageClosesTheConnectionOfOneWhoKnowsTheSecret) {
       agent + framed(status + "x"),
       agent + framed(status.substr(1)),
       agent + framed(encode(Order{})),
-      agent + framed(status) + framed(encode(Status{.id = {1}, .sent_at = 1})),  // another agent's name
+      agent + framed(status) + framed(encode(scene.status_of(1))),    // another agent's name
       agent + framed(encode(Report{.agent = {2}})),                   // before it has said who it is
       agent + framed(status) + framed(encode(Report{.agent = {1}})),  // another agent's report
   };
@@ -209,8 +209,7 @@ TEST(Strangers, OfAnAgentsConnectionsTheLastOneStays) {
   for (int i = 1; i <= 3; ++i) {
     clients.emplace_back(scene, scene.key);
     ASSERT_TRUE(clients.back().open());
-    clients.back().send(framed(encode(Greeting{})) +
-                        framed(encode(Status{.id = {5}, .sent_at = i, .host = "node-5"})));
+    clients.back().send(framed(encode(Greeting{})) + framed(encode(scene.status_of(5, i))));
     if (i > 1) clients[clients.size() - 2].expect_closed();
   }
   scene.until([&] { return scene.server->coordinator().members().at(2).status.sent_at == 3; },
@@ -224,8 +223,7 @@ TEST(Strangers, AnAgentThatHasGoneAtOnceIsNotConnected) {
   {
     Client client(scene, scene.key);
     ASSERT_TRUE(client.open());
-    client.send(framed(encode(Greeting{})) +
-                framed(encode(Status{.id = {5}, .sent_at = 1, .host = "node-5"})));
+    client.send(framed(encode(Greeting{})) + framed(encode(scene.status_of(5))));
   }
   const auto& members = scene.server->coordinator().members();
   scene.until([&] { return members.size() == 3 && !members[2].connected; }, "it has come and gone");
@@ -256,7 +254,7 @@ TEST(Strangers, AnAgentThatSendsTooMuchIsCutOff) {
   ASSERT_TRUE(client.open());
   std::string bytes = framed(encode(Greeting{}));
   for (int i = 1; i <= 4 * CoordinatorServer::kMostStatuses; ++i) {
-    bytes += framed(encode(Status{.id = {5}, .sent_at = i, .host = "node-5"}));
+    bytes += framed(encode(scene.status_of(5, i)));
   }
   client.send(bytes);
   client.expect_closed();

@@ -5,7 +5,9 @@
 namespace lockstep::launch {
 
 AgentState::AgentState(const Status& self, const MembershipOptions& options, BootTime now)
-    : self_(self), options_(options), born_at_(now), lease_until_(now) {}
+    : self_(self), options_(options), born_at_(now), lease_until_(now) {
+  self_.options = common_options(options);
+}
 
 void AgentState::enter(Phase next) {
   if (phase_ == Phase::kKilled && next == Phase::kLapsed) return;  // not a second time

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <map>
+#include <sstream>
 #include <string>
 #include <utility>
 
@@ -52,6 +53,25 @@ void Coordinator::drop_predecessors(const Status& newcomer, BootTime now) {
   std::erase_if(members_, [&](const Member& member) {
     return are_of_one_host(member.status, newcomer) && !member.connected && may_be_dropped(member, now);
   });
+}
+
+std::optional<Order> Coordinator::refusal_of(const Status& status) {
+  std::istringstream ours(common_options(options_)), theirs(status.options);
+  std::string text;
+  for (std::string our, their; std::getline(ours, our);) {
+    if (!std::getline(theirs, their)) their = "other options";
+    if (our == their) continue;
+    text += (text.empty() ? status.host + " has " : ", and ") + their + " where the coordinator has " + our;
+  }
+  if (text.empty()) return std::nullopt;
+  text += "; give all hosts of a job the same";
+  reports_.push_back(text);
+  return Order{.job = job_,
+               .number = world_.order,
+               .status_sent_at = status.sent_at,
+               .command = Command::kEnd,
+               .exit_status = 1,
+               .reason = text};
 }
 
 bool Coordinator::receive(const Status& status, BootTime now) {
@@ -168,14 +188,28 @@ Order Coordinator::order_for(const AgentId& agent) const {
     return order;
   }
   const auto host = std::find(world_.hosts.begin(), world_.hosts.end(), agent);
-  const bool runs = world_.phase == WorldPhase::kRunning || world_.phase == WorldPhase::kYielding;
-  if (runs && host != world_.hosts.end()) {
+  const bool belongs = host != world_.hosts.end();
+  if (world_.phase == WorldPhase::kForming) {
+    order.reason = reason_ + (reason_.empty() || waiting_for_.empty() ? "" : "; ") + waiting_for_;
+  } else if (belongs) {
     order.command = world_.phase == WorldPhase::kRunning ? Command::kRun : Command::kYield;
     order.place = places_[static_cast<size_t>(host - world_.hosts.begin())];
-  } else if (world_.phase == WorldPhase::kForming) {
-    order.reason = reason_ + (reason_.empty() || waiting_for_.empty() ? "" : "; ") + waiting_for_;
   }
+  if (world_.phase == WorldPhase::kRunning && !waiting_for_.empty()) order.reason = waiting_for_;
+  if (world_.phase == WorldPhase::kRunning && !belongs) order.reason += why_not_taken(member);
   return order;
+}
+
+/// Of one that has no place in the generation that runs; null: of which nothing is known.
+std::string Coordinator::why_not_taken(const Member* member) const {
+  const bool repeats = member != nullptr && member->status.node_rank >= 0 &&
+                       std::any_of(world_.hosts.begin(), world_.hosts.end(), [&](const AgentId& host) {
+                         const Member* other = find(host);
+                         return other != nullptr && other->status.node_rank == member->status.node_rank;
+                       });
+  if (repeats) return ", and another host has --node-rank " + std::to_string(member->status.node_rank);
+  const bool is_full = world_.hosts.size() >= static_cast<size_t>(options_.max_hosts);
+  return is_full ? ", and --nnodes allows no more" : "";
 }
 
 }  // namespace lockstep::launch

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,6 +20,9 @@ class Coordinator {
   Coordinator(const MembershipOptions& options, const std::array<uint8_t, 16>& job, const AgentId& own,
               BootTime now);
 
+  /// What to answer an agent that can't take part, for it has other options than this one: see common_options(). Nothing for
+  /// one that can. To be asked before the first receive().
+  std::optional<Order> refusal_of(const Status& status);
   /// An agent's status has come; the first one makes it a member. False, and nothing has changed, where there are
   /// already kMostMembers.
   bool receive(const Status& status, BootTime now);
@@ -29,7 +33,7 @@ class Coordinator {
   /// starts, with its number.
   Decision advance(BootTime now);
 
-  /// Of other hosts than the coordinator's: what they have said of workers that failed, each report once.
+  /// Of other hosts than the coordinator's: what they have said of workers that failed, and which were refused, each report once.
   std::vector<std::string> take_reports() { return std::exchange(reports_, {}); }
   /// What that agent is to do now. `asks` is never set: see Decision::asks.
   Order order_for(const AgentId& agent) const;
@@ -47,6 +51,7 @@ class Coordinator {
   int losses_before(const Status& newcomer, BootTime now) const;
   void drop_predecessors(const Status& newcomer, BootTime now);
   bool may_be_dropped(const Member& member, BootTime now) const;
+  std::string why_not_taken(const Member* member) const;
   Member* find(const AgentId& agent);
   const Member* find(const AgentId& agent) const { return const_cast<Coordinator*>(this)->find(agent); }
 

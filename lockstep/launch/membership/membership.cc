@@ -1,8 +1,10 @@
 #include <algorithm>
 #include <set>
+#include <sstream>
 #include <tuple>
 #include <utility>
 
+#include <lockstep/base/deadline.h>
 #include <lockstep/base/text/counted.h>
 #include <lockstep/base/try_again.h>
 #include <lockstep/launch/membership/membership.h>
@@ -213,11 +215,26 @@ class Judgement {
     return std::min<nanoseconds>(kLongest, std::chrono::seconds(1LL << std::min(restart - 2, 10)));
   }
 
+  /// The --node-rank of those that are not there, where each has to have one.
+  std::string missing() const {
+    constexpr size_t kMost = 8;
+    std::set<int32_t> here;
+    for (const Member* member : ready_) here.insert(member->status.node_rank);
+    if (options_.min_hosts != options_.max_hosts || here.empty() || *here.begin() < 0) return "";
+    std::string text;
+    size_t count = 0;
+    for (int32_t rank = 0; rank < options_.max_hosts; ++rank) {
+      if (here.count(rank) != 0 || ++count > kMost) continue;
+      text += (text.empty() ? "; missing: node rank " : ", ") + std::to_string(rank);
+    }
+    return text + (count > kMost ? " and " + std::to_string(count - kMost) + " more" : "");
+  }
+
   Decision wait_for_hosts() const {
     const bool first = world_.generation == 0;
     const nanoseconds limit = first ? options_.join_timeout : options_.rejoin_timeout;
     std::string text = counted(ready_.size(), "host") + " of at least " + std::to_string(options_.min_hosts) +
-                       (ready_.empty() ? " are here" : " are here: " + names_of(ready_));
+                       (ready_.empty() ? " are here" : " are here: " + names_of(ready_)) + missing();
     if (!repeated_.empty())
       text += "; not " + names_of(repeated_) + ", for another host has that --node-rank";
     // The workers of the last generation may have ended, or a host have been lost, long after the order to stop.
@@ -381,6 +398,16 @@ std::optional<std::string> objection_to(const MembershipOptions& options) {
            ", and that must be 15 % and half a second more than the lease of " + seconds_text(options.lease);
   }
   return std::nullopt;
+}
+
+std::string common_options(const MembershipOptions& options) {
+  std::ostringstream text;
+  text << "--nnodes=" << options.min_hosts;
+  if (options.max_hosts != options.min_hosts) text << ':' << options.max_hosts;
+  text << "\n--max-restarts=" << options.max_restarts
+       << "\n--rdzv-conf=keep_alive_interval=" << to_seconds(options.heartbeat_interval)
+       << "\n--rdzv-conf=lease=" << to_seconds(options.lease) << '\n';
+  return text.str();
 }
 
 bool is_lost(const Member& member, const MembershipOptions& options, BootTime now) {

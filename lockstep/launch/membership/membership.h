@@ -47,6 +47,10 @@ struct MembershipOptions {
 /// What is wrong with the options, with the remedy; nothing where they make sense.
 std::optional<std::string> objection_to(const MembershipOptions& options);
 
+/// Those that the agents of a job have to have alike, one a line, as the command line has them. The coordinator goes by its own
+/// number of hosts and restarts; and where an agent's lease were longer than the coordinator knows, two worlds could run.
+std::string common_options(const MembershipOptions& options);
+
 /// One agent as the coordinator knows it.
 struct Member {
   Status status = {};           // the last one

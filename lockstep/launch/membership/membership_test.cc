@@ -295,8 +295,58 @@ TEST(Membership, TwoHostsOfOneNodeRankDoNotStart) {
   job.hear(1);
   EXPECT_EQ(
       job.decide_once().reason,
-      "1 host of at least 2 are here: node-0 (node rank 0); not node-1 (node rank 0), for another host has "
-      "that --node-rank");
+      "1 host of at least 2 are here: node-0 (node rank 0); missing: node rank 1; not node-1 (node rank 0), "
+      "for another host has that --node-rank");
+}
+
+TEST(Membership, SaysWhichNodeRanksAreMissing) {
+  Job job(options(12, 12));
+  for (const uint8_t rank : {0, 2}) {
+    job.say(rank).node_rank = rank;
+    job.hear(rank);
+  }
+  EXPECT_THAT(job.decide_once().reason, HasSubstr("; missing: node rank 1, 3, 4, 5, 6, 7, 8, 9 and 2 more"));
+}
+
+TEST(Membership, AHostWithoutAPlaceIsToldWhy) {
+  Job job = running_job(options(2, 2), 2);
+  job.hear(2);
+  EXPECT_EQ(job.decide_once().action, Action::kWait);
+  EXPECT_EQ(job.coordinator.order_for(id(2)).reason,
+            "generation 1 runs on 2 hosts, and --nnodes allows no more");
+  job.say(1).node_rank = 1;
+  job.hear(1);
+  job.say(3).node_rank = 1;
+  job.hear(3);
+  EXPECT_EQ(job.decide_once().action, Action::kWait);
+  EXPECT_EQ(job.coordinator.order_for(id(3)).reason,
+            "generation 1 runs on 2 hosts, and another host has --node-rank 1");
+}
+
+TEST(Membership, AHostThatHasFinishedIsToldForWhatItWaits) {
+  Job job = running_job(options(2, 2), 2);
+  job.set(1, HostPhase::kFinished);
+  EXPECT_EQ(job.decide_once().action, Action::kWait);
+  EXPECT_EQ(job.coordinator.order_for(id(1)).reason, "1 host of 2 have finished");
+}
+
+TEST(Membership, AHostWithOtherOptionsIsRefused) {
+  Job job(options(2, 3, 1));
+  Status status = job.say(1);
+  status.options = common_options(options(2, 3, 1));
+  EXPECT_FALSE(job.coordinator.refusal_of(status));
+  MembershipOptions other = options(3, 3, 2);
+  other.lease = std::chrono::milliseconds(8500);
+  status.options = common_options(other);
+  const auto refusal = job.coordinator.refusal_of(status);
+  ASSERT_TRUE(refusal);
+  EXPECT_EQ(refusal->command, Command::kEnd);
+  EXPECT_EQ(refusal->exit_status, 1);
+  EXPECT_EQ(refusal->reason,
+            "node-1 has --nnodes=3 where the coordinator has --nnodes=2:3, and --max-restarts=2 where the "
+            "coordinator has --max-restarts=1, and --rdzv-conf=lease=8.5 where the coordinator has "
+            "--rdzv-conf=lease=8; give all hosts of a job the same");
+  EXPECT_THAT(job.coordinator.take_reports(), ElementsAre(refusal->reason));
 }
 
 TEST(MembershipOptions, AreCheckedAgainstEachOther) {

@@ -14,6 +14,7 @@ constexpr uint8_t kOrderTag = 0x52;
 constexpr uint8_t kReportTag = 0x53;
 constexpr size_t kMostHostBytes = 256;
 constexpr size_t kMostRoleBytes = 256;
+constexpr size_t kMostOptionsBytes = 256;
 constexpr size_t kMostTextBytes = 12000;
 
 /// Little-endian numbers; texts with their length in front.
@@ -115,6 +116,7 @@ std::string encode(const Status& status) {
   writer.number(status.node_rank);
   writer.number(status.nproc);
   writer.text(status.role, kMostRoleBytes);
+  writer.text(status.options, kMostOptionsBytes);
   writer.number(static_cast<uint8_t>(status.phase));
   writer.number(status.generation);
   writer.number(status.order);
@@ -164,6 +166,7 @@ std::optional<Status> decode_status(std::string_view bytes) {
   status.node_rank = reader.number_in(-1, kMostRanks);
   status.nproc = reader.number_in(1, kMostWorkersOfHost);
   status.role = reader.text(kMostRoleBytes);
+  status.options = reader.text(kMostOptionsBytes);
   status.phase = reader.choice(HostPhase::kFailed);
   status.generation = reader.number<uint64_t>();
   status.order = reader.number<uint64_t>();

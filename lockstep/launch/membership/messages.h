@@ -25,11 +25,12 @@ enum class HostPhase : uint8_t {
 /// From an agent to the coordinator, every heartbeat interval and whenever something in it changes.
 struct Status {
   AgentId id = {};
-  int64_t sent_at = 0;     // the agent's clock; the answer repeats it, and that renews the agent's lease
-  std::string host = {};   // its name, for messages
-  int32_t node_rank = -1;  // --node-rank; -1: any
-  int32_t nproc = 1;       // workers on this host
-  std::string role = {};   // --role: what they do
+  int64_t sent_at = 0;       // the agent's clock; the answer repeats it, and that renews the agent's lease
+  std::string host = {};     // its name, for messages
+  int32_t node_rank = -1;    // --node-rank; -1: any
+  int32_t nproc = 1;         // workers on this host
+  std::string role = {};     // --role: what they do
+  std::string options = {};  // see common_options()
   HostPhase phase = HostPhase::kIdle;
   uint64_t generation = 0;  // of the workers that were started last; 0: none were
   uint64_t order = 0;       // the number of the last order that it has carried out

@@ -18,6 +18,7 @@ std::vector<std::string> seeds() {
                                  .node_rank = 1,
                                  .nproc = 8,
                                  .role = "trainer",
+                                 .options = "--nnodes=2",
                                  .phase = launch::HostPhase::kFailed,
                                  .generation = 3,
                                  .order = 9,

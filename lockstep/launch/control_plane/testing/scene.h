@@ -87,6 +87,13 @@ class Scene {
     agents.push_back(std::make_unique<Agent>(*this, number, key));
     return *agents.back();
   }
+  /// One of an agent that there may be.
+  Status status_of(uint8_t number, int64_t sent_at = 1) const {
+    return {.id = {number},
+            .sent_at = sent_at,
+            .host = "node-" + std::to_string(number),
+            .options = common_options(membership)};
+  }
   /// Both agents run generation 1.
   void run_world() {
     add_agent(1);
