@@ -77,6 +77,11 @@ HostAndPort parse_endpoint(const std::string& text, int default_port) {
   const size_t bracket = text.find(']');
   const bool numeric_v6 = text.starts_with('[') && bracket != std::string::npos;
   const size_t colon = text.find(':', numeric_v6 ? bracket : 0);
+  const bool bare_v6 =
+      !numeric_v6 && colon != std::string::npos && text.find(':', colon + 1) != std::string::npos;
+  TORCH_CHECK_VALUE(!bare_v6 && (!numeric_v6 || colon == bracket + 1 || bracket + 1 == text.size()),
+                    "--rdzv-endpoint is '", text,
+                    "'; it takes HOST:PORT, and an IPv6 address in brackets: [ADDRESS]:PORT");
   HostAndPort result = {.host = numeric_v6 ? text.substr(1, bracket - 1) : text.substr(0, colon),
                         .port = default_port};
   if (colon != std::string::npos) {

@@ -191,6 +191,23 @@ def test_a_dry_run_over_hosts_says_the_roles_and_no_secret(programs):
     assert done.status == MISUSE and "no such program" in done.stderr, done.text
 
 
+@pytest.mark.parametrize("endpoint, understood", [
+    ("[fe80::1]:29401", "fe80::1 port 29401"),
+    ("[fe80::1]", "fe80::1 port 29400"),
+    ("fe80::1:29401", None),
+    ("::1", None),
+    ("[fe80::1]29401", None),
+])  # fmt: skip
+def test_an_endpoint_by_an_ipv6_address_stands_in_brackets(programs, endpoint, understood):
+    hosts = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    done = programs.run("lockstep", "run", "--dry-run", *hosts, "env")
+    done.skip_without_openssl()
+    if understood:
+        assert f"endpoint: {understood}\n" in done.stdout, done.text
+    else:
+        assert done.status == MISUSE and "an IPv6 address in brackets: [ADDRESS]:PORT" in done.stderr, done.text
+
+
 def test_processes_that_ask_for_another_start_have_not_failed(programs):
     done = programs.run("lockstep", "run", "-n", 2, "sh", "-c", "exit 75")
     assert done.status == 75 and "failed" not in done.stderr, done.text

@@ -59,6 +59,10 @@ void AgentLink::on_events(int fd, short) {
     socklen_t size = sizeof(error);
     if (::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
     if (error == ECONNREFUSED) state_.refused(BootClock::now());
+    if (error == ECONNREFUSED && coordinator().is_loopback())
+      return close(std::strerror(error),
+                   ", which is this host itself; where another one coordinates give --master-addr, or "
+                   "--rdzv-endpoint");
     if (error != 0) return close(std::strerror(error));
     local_address_ = local_address_of(fd);
     tls_ = std::make_unique<TlsConnection>(key_, std::move(socket_), TlsConnection::Side::kClient);
@@ -80,7 +84,9 @@ void AgentLink::on_events(int fd, short) {
   if (tls_->phase() == TlsConnection::Phase::kClosed) {
     loop_.forget(fd);
     if (was_open) return close("the coordinator closed the connection");
-    if (!tls_->disagreed()) return close("the connection was closed before the TLS handshake had ended");
+    if (!tls_->disagreed())
+      return close("the connection was closed before the TLS handshake had ended",
+                   ": does something else than a coordinator listen there?");
     return close("the TLS handshake failed",
                  ": do both sides have the same secret, --rdzv-id and version of Lockstep?");
   }

@@ -24,6 +24,7 @@ class CoordinatorServer::Peer : public EventHandler {
 
   Peer(CoordinatorServer& server, UniqueFd socket, BootTime now)
       : server_(server),
+        from_(peer_address_of(socket.get())),
         greeting_until_(now + server.options_.greeting_time) {
     if (server.options_.open_port == 0) {
       speak_tls(std::move(socket));
@@ -116,6 +117,11 @@ class CoordinatorServer::Peer : public EventHandler {
   /// Where the connection has closed, its descriptor is forgotten at once: the next one may get its number.
   void after_use(int fd) {
     if (tls_->phase() != TlsConnection::Phase::kClosed) return watch();
+    if (phase_ == Phase::kUnknown && tls_->disagreed())
+      server_.say_once(
+          "a connection from " + from_ +
+          " has failed in the TLS handshake; if that is a host of this job, do both have the same "
+          "secret, --rdzv-id and version of Lockstep?");
     server_.loop_.forget(fd);
     phase_ = Phase::kClosed;
   }
@@ -206,6 +212,7 @@ class CoordinatorServer::Peer : public EventHandler {
   UniqueFd plain_;  // until it is known what it speaks
   std::unique_ptr<TlsConnection> tls_;
   Phase phase_ = Phase::kUnknown;
+  const std::string from_;  // its address
   BootTime greeting_until_;
   FrameReader frames_;
   std::optional<AgentId> agent_;
@@ -301,7 +308,8 @@ void CoordinatorServer::become_only_connection(Peer& peer) {
 }
 
 void CoordinatorServer::say_once(const std::string& text) {
-  if (options_.report && said_.insert(text).second) options_.report(text);
+  constexpr size_t kMost = 100;  // strangers may come from any number of addresses
+  if (options_.report && said_.size() < kMost && said_.insert(text).second) options_.report(text);
 }
 
 void CoordinatorServer::begin_stream(Peer& peer) {

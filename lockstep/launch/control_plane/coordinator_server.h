@@ -43,7 +43,8 @@ class CoordinatorServer : public EventHandler {
     std::function<uint16_t(uint64_t)> start_store = {};
     /// Is told each decision whose reason is new.
     std::function<void(const Decision&)> observe = {};
-    /// Is told what other hosts report of workers that failed, and, once, that a bound was reached.
+    /// Is told what other hosts report of workers that failed, and, once each, that a bound was reached, and from where
+    /// connections have failed in their handshake.
     std::function<void(const std::string&)> report = {};
     /// Workers reach the store without the tunnel, at this server's own port, which this is: what does not begin as TLS does
     /// is passed on to the store. 0: by the tunnel alone.
@@ -92,7 +93,7 @@ class CoordinatorServer : public EventHandler {
   bool watched_ = false;  // at the last decision
   BootTime look_again_at_ = {};
   std::string last_reason_;
-  std::set<std::string> said_;  // of bounds that were reached
+  std::set<std::string> said_;  // by say_once()
   bool done_ = false;
 };
 

@@ -103,4 +103,10 @@ std::string local_address_of(int socket) {
   return ::getsockname(socket, address.raw(), &address.size) == 0 ? address.text() : "";
 }
 
+std::string peer_address_of(int socket) {
+  SocketAddress address;
+  address.size = sizeof(address.storage);
+  return ::getpeername(socket, address.raw(), &address.size) == 0 ? address.text() : "";
+}
+
 }  // namespace lockstep::launch

@@ -31,5 +31,7 @@ UniqueFd listen_on_loopback(uint16_t& port);
 
 /// The numeric address from which a connected socket sends; empty when it is not connected.
 std::string local_address_of(int socket);
+/// The same of the other end.
+std::string peer_address_of(int socket);
 
 }  // namespace lockstep::launch

@@ -43,6 +43,7 @@ TEST(Strangers, AWrongSecretOrAnotherJobIsNoHandshake) {
   scene.until([&] { return !scene.agents.back()->link.trouble().empty(); }, "the agent hears why");
   EXPECT_THAT(scene.agents.back()->link.trouble(),
               HasSubstr("have the same secret, --rdzv-id and version of Lockstep?"));
+  EXPECT_THAT(scene.said, ElementsAre(HasSubstr("from 127.0.0.1 has failed in the TLS handshake")));
   scene.agents.pop_back();
   scene.expect_unharmed(before);
 }
