@@ -7,6 +7,7 @@
 
 #include <gtest/gtest.h>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/base/process/thread_cache.h>
 
 namespace lockstep::thread_cache_test {
@@ -54,6 +55,17 @@ TEST(ThreadCache, WhatATaskHoldsGoesWhenItHasRunAlsoIfItsThreadIsUsedFurther) {
     next = ran_next.get_future().get();
   } while (next != first);
   EXPECT_FALSE(held_on);
+}
+
+TEST(ThreadCache, SaysWhereTheSystemGivesNoThread) {
+  while (background_thread_count() > 0) std::this_thread::yield();  // an idle one would take the task
+  failpoint::configure("start_thread=errno(11)");
+  EXPECT_FALSE(run_in_background([] { ADD_FAILURE() << "the task runs"; }));
+  EXPECT_EQ(background_thread_count(), 0);
+  failpoint::configure("");
+  std::promise<void> ran;
+  EXPECT_TRUE(run_in_background([&] { ran.set_value(); }));
+  ran.get_future().get();
 }
 
 TEST(ThreadCache, AForkedChildHasThreadsOfItsOwn) {

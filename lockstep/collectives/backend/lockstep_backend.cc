@@ -356,7 +356,7 @@ void LockstepBackend::end() {
     staging->close(Deadline::after(kDevicePatience));
   };
   if (is_in_callback()) {
-    run_in_background(end);
+    run_in_background(end);  // without a thread it stays open: this one can't wait for itself
   } else {
     end();
   }

@@ -1,9 +1,13 @@
 #include <gmock/gmock.h>
+#include <thread>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/base/failpoint.h>
+#include <lockstep/base/process/thread_cache.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/testing/memory_bound.h>
 #include <lockstep/testing/multi_rank.h>
 
 // Futures: their callbacks may wait for further operations, as torch's PowerSGD hook does.
@@ -117,6 +121,33 @@ TEST_F(Futures, CallbacksMayWaitForLargeMessages) {
   });
 }
 
+TEST_F(Futures, AreCompletedAlsoWhereTheSystemGivesNoThread) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    while (background_thread_count() > 0) std::this_thread::yield();  // an idle one would serve
+    failpoint::configure("start_thread=errno(11)");
+    at::Tensor a = at::ones({10}), b = at::ones({100'000});
+    const auto first = reduce(a);
+    const auto second = reduce(b);
+    int told = 0;
+    const auto count = [&](c10::ivalue::Future&) { return c10::IValue(++told); };
+    first->then(count, c10::IntType::get())->waitAndThrow();
+    second->then(count, c10::IntType::get())->waitAndThrow();
+    EXPECT_EQ(told, 2);
+    EXPECT_EQ(a.sum().item<float>(), 20);
+    EXPECT_EQ(b.sum().item<float>(), 200'000);
+    // Nothing is left in the queue that would run behind an error.
+    EXPECT_TRUE(all_reduce(a, ReduceOp::SUM, {}, /*async_op=*/true)->isCompleted());
+    at::Tensor in = at::empty({100'000});
+    const auto received = irecv(in, 1 - rank);
+    const auto sent = isend(b, 1 - rank);
+    received->wait();
+    sent->wait();
+    EXPECT_TRUE(at::equal(in, b));
+    failpoint::configure("");
+  });
+}
+
 TEST_F(Futures, AGroupIsNotGoneBeforeItsCallbacksHaveRun) {
   run_ranks(2, [](int) {
     auto world = init_process_group();
@@ -141,6 +172,26 @@ TEST_F(Futures, AnAllGathersValueIsOneTensorOfAll) {
     const auto gathered = future->value().toTensorVector();
     ASSERT_EQ(gathered.size(), 1u);
     EXPECT_TRUE(at::equal(gathered[0], at::tensor({0.F, 0.F, 1.F, 1.F}).view({2, 2})));
+  });
+}
+
+TEST_F(Futures, AValueForWhichThereIsNoMemoryIsAnErrorOfTheFuture) {
+#if defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "sanitizers have their address space without a bound";
+#endif
+  run_ranks(2, [](int) {
+    auto world = init_process_group();
+    const at::Tensor own = at::ones({128 << 20}, at::kByte);
+    std::vector<at::Tensor> outputs{at::zeros_like(own), at::zeros_like(own)};
+    all_gather(outputs, own);  // what it takes besides is there
+    barrier();
+    {
+      const testing::MemoryBound bound(128 << 20);
+      const auto work = all_gather(outputs, own, {}, /*async_op=*/true);
+      EXPECT_ANY_THROW(work->getFuture()->waitAndThrow());
+      work->wait();  // the operation has succeeded
+    }
+    barrier();
   });
 }
 

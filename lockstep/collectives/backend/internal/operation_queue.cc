@@ -1,5 +1,4 @@
 #include <optional>
-#include <system_error>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -9,7 +8,6 @@
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/errors.h>
-#include <lockstep/base/log.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/process/thread_cache.h>
 #include <lockstep/base/training/training_phases.h>
@@ -64,8 +62,8 @@ c10::IValue OperationWork::future_value() const {
 }
 
 bool OperationWork::isCompleted() {
-  std::lock_guard lock(queue_->mutex_);
-  if (!done_) queue_->start_thread();
+  std::unique_lock lock(queue_->mutex_);
+  if (!done_) queue_->run_beside(lock);
   return done_ && (!device_results_ || device_results_->arrived());
 }
 
@@ -100,7 +98,7 @@ bool OperationWork::wait(std::chrono::milliseconds timeout) {
     }
   } else {
     // Not inline, for an operation can't be left half-way when this wait's time is over.
-    if (!done_) queue_->start_thread();
+    if (!done_) queue_->run_beside(lock);
     const Deadline deadline = Deadline::after(timeout);
     while (!done_ && !deadline.expired()) wait_interruptibly(queue_->changed_, lock, deadline);
     if (!done_) {
@@ -116,7 +114,7 @@ bool OperationWork::wait(std::chrono::milliseconds timeout) {
 
 c10::intrusive_ptr<c10::ivalue::Future> OperationWork::getFuture() {
   std::unique_lock lock(queue_->mutex_);
-  if (!done_) queue_->start_thread();
+  if (!done_) queue_->run_beside(lock);
   if (!future_) {
     std::vector<c10::Device> devices;
     if (device_results_) devices.push_back(device_results_->device());
@@ -164,7 +162,7 @@ void OperationQueue::submit(const c10::intrusive_ptr<OperationWork>& work, bool 
   work->number_ = ++submitted_;
   numbered(work->number_);
   queue_.push_back(work);
-  if (asynchronous) start_thread();
+  if (asynchronous) run_beside(lock);
 }
 
 bool OperationQueue::busy() const {
@@ -177,10 +175,16 @@ uint64_t OperationQueue::submitted() const {
   return submitted_;
 }
 
-void OperationQueue::start_thread() {
-  if (serving_ || queue_.empty()) return;
-  run_in_background([self = shared_from_this()] { self->serve(); });
-  serving_ = true;
+bool OperationQueue::start_thread() {
+  if (serving_ || queue_.empty()) return true;
+  serving_ = run_in_background([self = shared_from_this()] { self->serve(); });
+  return serving_;
+}
+
+/// An error here would leave an operation in the queue that runs later.
+void OperationQueue::run_beside(std::unique_lock<std::mutex>& lock) {
+  if (start_thread()) return;
+  if (const auto interruption = run_or_await_all(lock)) std::rethrow_exception(interruption);
 }
 
 std::exception_ptr OperationQueue::run_head(std::unique_lock<std::mutex>& lock, bool* serving) {
@@ -214,21 +218,20 @@ std::exception_ptr OperationQueue::run_head(std::unique_lock<std::mutex>& lock, 
 void OperationQueue::tell_future(std::unique_lock<std::mutex>& lock,
                                  const c10::intrusive_ptr<OperationWork>& work, bool* serving) {
   if (serving == nullptr) {
-    try {
-      run_in_background(
-          [self = shared_from_this(), work = c10::intrusive_ptr<OperationWork>(work)]() mutable {
-            {
-              const TellingHere here(self.get());
-              work->tell();
-              work = nullptr;
-            }
-            std::lock_guard lock(self->mutex_);
-            --self->telling_;
-            self->changed_.notify_all();
-          });
+    const bool started = run_in_background(
+        [self = shared_from_this(), work = c10::intrusive_ptr<OperationWork>(work)]() mutable {
+          {
+            const TellingHere here(self.get());
+            work->tell();
+            work = nullptr;
+          }
+          std::lock_guard lock(self->mutex_);
+          --self->telling_;
+          self->changed_.notify_all();
+        });
+    if (started) {
       ++telling_;  // it waits for the lock
-    } catch (const std::system_error& error) {
-      LOCKSTEP_LOG(kWarning) << "callbacks run in the thread that waits: " << error.what();
+    } else {
       lock.unlock();
       const TellingHere here(this);
       work->tell();
@@ -238,7 +241,7 @@ void OperationQueue::tell_future(std::unique_lock<std::mutex>& lock,
   }
   ++telling_;
   serving_ = false;
-  if (!queue_.empty()) start_thread();
+  if (!start_thread()) run_or_await_all(lock);  // first, for callbacks may wait for what stands there
   lock.unlock();
   work->tell();
   lock.lock();
@@ -257,13 +260,15 @@ bool OperationQueue::is_telling_here() const {
 }
 
 void OperationWork::complete(c10::ivalue::Future& future, const std::exception_ptr& error) const {
-  if (error) {
-    future.setError(error);
-  } else if (device_results_) {
-    device_results_->complete(future, [this] { return future_value(); });
-  } else {
-    future.markCompleted(future_value());
+  if (error) return future.setError(error);
+  if (device_results_) return device_results_->complete(future, [this] { return future_value(); });
+  c10::IValue value;
+  try {
+    value = future_value();
+  } catch (...) {  // of an all_gather it is another tensor, for which there may be no memory
+    return future.setError(std::current_exception());
   }
+  future.markCompleted(std::move(value));
 }
 
 void OperationQueue::serve() {

@@ -118,8 +118,11 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   /// thread has taken over.
   std::exception_ptr run_head(std::unique_lock<std::mutex>& lock, bool* serving);
   std::exception_ptr run_or_await_all(std::unique_lock<std::mutex>& lock);
-  void start_thread();  // under the lock; called by a thread that waits for the queue to advance, and does
-                        // not run it itself
+  /// Under the lock. False if the queue needs a thread, and the system gives none.
+  bool start_thread();
+  /// Has the queue run though the caller does not wait for it; without a thread for that in this one. Throws the
+  /// Interruption that ended an operation here.
+  void run_beside(std::unique_lock<std::mutex>& lock);
   void serve();
   void tell_future(std::unique_lock<std::mutex>& lock, const c10::intrusive_ptr<OperationWork>& work,
                    bool* serving);

@@ -1,12 +1,10 @@
 #include <algorithm>
 #include <sstream>
-#include <system_error>
 #include <utility>
 
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
-#include <lockstep/base/log.h>
 #include <lockstep/base/monotonic_ns.h>
 #include <lockstep/base/process/cpu.h>
 #include <lockstep/base/process/interrupt.h>
@@ -167,9 +165,8 @@ void MessageChannel::close() {
 void MessageChannel::advance_in_background() {
   Lock lock(mutex_);
   if (serving_ || !busy() || closed_) return;
-  serving_ = true;
-  lock.unlock();
-  run_in_background([this] { serve(); });
+  // A task waits for the lock. Without a thread the requests move where they are waited for.
+  serving_ = run_in_background([this] { serve(); });
 }
 
 void MessageChannel::tell_in_background(std::function<void()> tell) {
@@ -186,12 +183,7 @@ void MessageChannel::tell_in_background(std::function<void()> tell) {
     --telling_;
     changed_.notify_all();
   };
-  try {
-    run_in_background([run, tell]() mutable { run(tell); });
-  } catch (const std::system_error& error) {
-    LOCKSTEP_LOG(kWarning) << "a callback runs in the thread of a message: " << error.what();
-    run(tell);
-  }
+  if (!run_in_background([run, tell]() mutable { run(tell); })) run(tell);
 }
 
 bool MessageChannel::is_telling_here() const {

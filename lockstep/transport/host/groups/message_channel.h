@@ -94,10 +94,11 @@ class MessageChannel {
   Handle receive(void* data, MessageKind kind, int from, int64_t tag, const Deadline& deadline,
                  Callback on_done = {});
 
-  /// Has the requests advanced, and the others' callbacks run, even if no thread waits. A callback that may
-  /// wait for other messages calls it first.
+  /// Has the requests advanced, and the others' callbacks run, even if no thread waits, unless the system gives no
+  /// thread for that. A callback that may wait for other messages calls it first.
   void advance_in_background();
-  /// Runs it in a thread of its own: what may wait, for messages or for the thread that has advanced them.
+  /// Runs it in a thread of its own, if there is one: what may wait, for messages or for the thread that has
+  /// advanced them.
   /// close() returns after it.
   void tell_in_background(std::function<void()> tell);
   /// Whether this thread runs such a thing of this channel: close() would wait for itself.

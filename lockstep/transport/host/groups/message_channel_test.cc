@@ -12,6 +12,7 @@
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/process/thread_cache.h>
 #include <lockstep/testing/thread_ranks.h>
 #include <lockstep/transport/group_channel.h>
 #include <lockstep/transport/host/testing/failure_of.h>
@@ -450,6 +451,30 @@ TEST_P(Messages, SendThatFailedIsNeverDeliveredAndDisturbsNoOther) {
       wait(messages, received);
       EXPECT_EQ(values[1], 2);
     }
+  });
+  failpoint::configure("");
+}
+
+TEST_P(Messages, WithoutAThreadOfTheirOwnTheyMoveWhereTheyAreWaitedFor) {
+  while (background_thread_count() > 0) std::this_thread::yield();  // an idle one would serve
+  failpoint::configure("start_thread=errno(11)");
+  std::barrier both_done(2);  // no rank's leaving is another's cause
+  on_ranks(2, [&](const Channel& channel) {
+    MessageChannel& messages = channel->messages();
+    const Bytes expected = pattern(1 << 20, 1);
+    Bytes got(expected.size());
+    const auto sent = messages.send(expected.data(), {expected.size(), 1}, 1 - channel->rank(), 0, soon());
+    messages.advance_in_background();
+    const auto received = messages.receive(got.data(), {got.size(), 1}, 1 - channel->rank(), 0, soon());
+    messages.advance_in_background();
+    bool told = false;
+    messages.tell_in_background([&] { told = true; });
+    EXPECT_TRUE(told);
+    wait(messages, received);
+    wait(messages, sent);
+    EXPECT_EQ(got, expected);
+    both_done.arrive_and_wait();
+    messages.close();  // waits for no thread
   });
   failpoint::configure("");
 }
