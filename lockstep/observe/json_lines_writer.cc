@@ -39,10 +39,9 @@ constexpr size_t kMostShown = 200;  // of a line that is none of ours
 
 /// Whether a JsonLinesWriter has written a file's first line, or a part of it before its machine crashed.
 bool is_own(const AppendFile::Line& first) {
-  if (first.ended) {
-    const json object = json::parse(first.text, nullptr, /*allow_exceptions=*/false);
-    return object.is_object() && object.contains("wall_time");
-  }
+  const json object = json::parse(first.text, nullptr, /*allow_exceptions=*/false);
+  // A part of an object is no JSON; a whole one may be a file of others without a newline.
+  if (first.ended || !object.is_discarded()) return object.is_object() && object.contains("wall_time");
   for (const std::string begin :
        {R"({"metrics":{)", R"({"hyperparameters":{)", R"({"artifact":")", R"({"status":")"}) {
     if (first.text.starts_with(begin) || begin.starts_with(first.text)) return true;

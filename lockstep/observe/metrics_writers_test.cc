@@ -104,8 +104,8 @@ TEST_F(MetricsWriters, CsvRefusesNamesOfItsOwnAndFilesOfOthers) {
 TEST_F(MetricsWriters, WhatOthersWroteStaysAsItIs) {
   // None of them ends with a newline, as editors and programs leave files.
   const std::vector<std::string> texts = {
-      "note: buy milk", "a,b\n1,2\n3,4",      "{\"step\":7}\n{\"step\":8}",
-      "[1,2,3]",        "steps,wall_time\n1", "{\"wall\":1"};
+      "note: buy milk",     "a,b\n1,2\n3,4", "{\"step\":7}\n{\"step\":8}",      "[1,2,3]",
+      "steps,wall_time\n1", "{\"wall\":1",   "{\"metrics\":{\"accuracy\":0.9}}"};
   const auto content = [](const std::filesystem::path& path) {
     std::ostringstream text;
     text << std::ifstream(path, std::ios::binary).rdbuf();
