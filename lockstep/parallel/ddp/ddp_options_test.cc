@@ -75,6 +75,29 @@ TEST(DdpOptions, DelayedParametersAreReducedTogether) {
   });
 }
 
+TEST(DdpOptions, DelayedParametersInMemoryOfTheUserGetTheAverages) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto net = make_double<Net>();
+    DistributedDataParallelOptions options{.param_to_hook_all_reduce = net->first->weight};
+    for (const auto& item : net->named_parameters()) {
+      if (item.key().starts_with("last"))
+        options.delay_all_reduce_named_params.emplace_back(item.key(), item.value());
+    }
+    DistributedDataParallel model(net, options);
+    const auto own = torch::zeros_like(net->last->weight);
+    net->last->weight.mutable_grad() = own;
+    for (int step = 0; step < 3; ++step) {
+      const auto x = data(rank, {5, 6}, step);
+      const auto expected = torch::autograd::grad({net->forward(x).square().sum()}, net->parameters());
+      own.zero_();
+      model(x).square().sum().backward();
+      EXPECT_TRUE(close(own, mean_over_ranks(expected[4]), 1e-9)) << step;
+      EXPECT_EQ(net->last->weight.grad().data_ptr(), own.data_ptr()) << step;
+    }
+  });
+}
+
 TEST(DdpOptions, DelayedParametersHaveNamesOfTheModule) {
   run_ranks(1, [](int) {
     auto world = init_process_group();

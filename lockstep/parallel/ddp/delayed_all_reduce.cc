@@ -73,14 +73,30 @@ void DelayedAllReduce::update_process_group(const ProcessGroup& group) {
 }
 
 void DelayedAllReduce::start() {
+  // Memory of the user's, or a tensor that autograd has made in the place of the view (create_graph): it gets the
+  // averages, too.
+  std::vector<size_t> elsewhere;
+  {
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const at::Tensor& gradient = parameters_[i].grad();
+      if (!gradient.defined() || gradient.const_data_ptr() == views_[i].const_data_ptr()) continue;
+      views_[i].copy_(gradient);
+      elsewhere.push_back(i);
+    }
+  }
   std::vector<at::Tensor> tensors{buffer_};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::AVG;
   const BetweenHosts between_hosts(between_hosts_, feedback_);
   const CallSite site("DDP's delayed parameters");
   work_ = group_->allreduce(tensors, options);
-  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
-    if (auto work = std::exchange(self->work_, {})) work->wait();
+  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this(), elsewhere] {
+    auto work = std::exchange(self->work_, {});
+    if (!work) return;
+    work->wait();
+    const at::NoGradGuard no_grad;
+    for (const size_t i : elsewhere) self->parameters_[i].mutable_grad().detach().copy_(self->views_[i]);
   });
 }
 
