@@ -37,10 +37,12 @@ TEST(GatherMachine, ReadsAContainerWithVersion2Groups) {
   tree.write("sys/fs/cgroup/kubepods/pod7/memory.max", "max\n");
   tree.write("sys/fs/cgroup/kubepods/memory.max", "4294967296\n");
   tree.write("sys/fs/cgroup/kubepods/memory.current", "4294967296\n");
-  // A data set that was read fills the cache up to the limit, and does not count; shared memory does.
+  // A data set that was read, and the inodes of its files, fill the group up to the limit, and do not count; shared
+  // memory does.
   tree.write(
       "sys/fs/cgroup/kubepods/memory.stat",
-      "anon 1048576\nfile 3222274048\nshmem 1048576\ninactive_file 2147483648\nactive_file 1073741824\n");
+      "anon 1048576\nfile 3222274048\nshmem 1048576\ninactive_file 2147483648\nactive_file 1073741824\n"
+      "slab_reclaimable 536870912\n");
   tree.write("sys/fs/cgroup/kubepods/pod7/pids.max", "300\n");
   tree.write("sys/devices/system/cpu/online", "0-7\n");
   for (int core = 0; core < 8; ++core) {
@@ -82,8 +84,8 @@ TEST(GatherMachine, ReadsAContainerWithVersion2Groups) {
   EXPECT_EQ(facts.memory.total, 16 << 20);
   EXPECT_EQ(facts.memory.available, 8 << 20);
   EXPECT_EQ(facts.memory.cgroup_limit, int64_t{4} << 30);
-  EXPECT_EQ(facts.memory.cgroup_left, int64_t{3} << 30)
-      << "the limit less what is used, but for files' cache";
+  EXPECT_EQ(facts.memory.cgroup_left, (int64_t{3} << 30) + (512 << 20))
+      << "the limit less what is used, but for what the kernel takes back";
   EXPECT_EQ(facts.limits.open_files.soft, 256);
   EXPECT_EQ(facts.limits.open_files.hard, std::nullopt);
   EXPECT_EQ(facts.limits.processes.soft, 1000);

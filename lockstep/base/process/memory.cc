@@ -23,8 +23,9 @@ int64_t read_limit(const std::string& path) {
   return file >> number && number <= (int64_t{1} << 60) ? number : kNone;
 }
 
-/// What a control group of version 2 or 1 uses, less the page cache of files. Unlike shared memory, which the
-/// kernel counts as cache, too, it is on the lists of files, and can be taken back.
+/// What a control group of version 2 or 1 uses, less what the kernel takes back when memory is wanted: the page
+/// cache of files, and what version 2 counts of their names and inodes, much where a data set has many. Shared memory,
+/// which the kernel counts as cache, too, is not on the lists of files.
 int64_t read_usage(const std::string& folder, bool version_2) {
   int64_t usage = 0;
   std::ifstream(folder + (version_2 ? "/memory.current" : "/memory.usage_in_bytes")) >> usage;
@@ -33,7 +34,8 @@ int64_t read_usage(const std::string& folder, bool version_2) {
   for (int64_t bytes = 0; statistics >> name >> bytes;) {
     // Version 1 counts a group's children under total_ only.
     if (name == (version_2 ? "inactive_file" : "total_inactive_file") ||
-        name == (version_2 ? "active_file" : "total_active_file")) {
+        name == (version_2 ? "active_file" : "total_active_file") ||
+        (version_2 && name == "slab_reclaimable")) {
       usage -= bytes;
     }
   }
