@@ -4,6 +4,7 @@
 #include <fstream>
 #include <gmock/gmock.h>
 #include <set>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <thread>
@@ -404,6 +405,26 @@ TEST(FlightDirectory, OldOnesOfOtherJobsGoAsANewOneIsMade) {
     EXPECT_TRUE(left.contains("flight-new-5") && left.contains("flight-old-10"));
     EXPECT_FALSE(left.contains("flight-old-11"));
     EXPECT_TRUE(fs::exists(record_directory() + "/rank_0.json"));
+  });
+}
+
+TEST(FlightDirectory, ARecordThatIsLargerThanFilesMayBeEndsNoProcess) {
+  alone([] {
+    const RecordFolder folder;
+    rlimit before{};
+    ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+    rlimit limit = before;
+    limit.rlim_cur = 0;
+    ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+    std::string error;
+    try {
+      write_record("rank_0.json", "text");
+    } catch (const c10::Error& refused) {
+      error = refused.what();
+    }
+    ::setrlimit(RLIMIT_FSIZE, &before);
+    EXPECT_THAT(error, HasSubstr("File too large"));
+    EXPECT_FALSE(std::filesystem::exists(folder.path("rank_0.json")));
   });
 }
 

@@ -15,6 +15,7 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/files/file_replacement.h>
+#include <lockstep/base/files/file_size_signal.h>
 #include <lockstep/base/files/write_all.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/flight/internal/record_directory.h>
@@ -99,6 +100,7 @@ std::string record_directory() {
 
 std::string write_record(const std::string& name, const std::string& text) {
   const std::string path = record_directory() + "/" + name;
+  const FileSizeSignalBlock block;
   const UniqueFd directory = open_record_directory();
   // What lies under the temporary name was left by a process that died while it wrote; ours is made anew.
   FileReplacement fresh("." + name + "." + std::to_string(::getpid()), directory.get());

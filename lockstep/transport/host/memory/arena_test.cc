@@ -6,6 +6,7 @@
 #include <random>
 #include <string>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 #include <utility>
 #include <vector>
@@ -188,6 +189,29 @@ TEST(Segment, IsNoFileThatItsPeerCouldShrink) {
   const testing::TemporaryFolder folder;  // of a file system whose files have no seals at all
   EXPECT_THAT(error_of(UniqueFd(::open(folder.path("file").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600))),
               ::testing::HasSubstr("is not sealed"));
+}
+
+TEST(Segment, SaysThatFilesMayNotBeSoLarge) {
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit limit = before;
+  limit.rlim_cur = 4096;
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+  const auto text = testing::message_of<c10::DistBackendError>([] { Segment::create(8192); });
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  EXPECT_THAT(text, ::testing::HasSubstr("a shared-memory segment of 8.0 KiB can't be made"));
+  EXPECT_THAT(text, ::testing::HasSubstr("ulimit -f"));
+}
+
+TEST(Segment, SaysThatNoDescriptorIsLeftForIt) {
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit limit = before;
+  limit.rlim_cur = 3;
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+  const auto text = testing::message_of<c10::DistBackendError>([] { Segment::create(4096); });
+  ::setrlimit(RLIMIT_NOFILE, &before);
+  EXPECT_THAT(text, ::testing::HasSubstr("no file descriptor left (ulimit -n is 3"));
 }
 
 TEST(Arena, GivesBackWholePages) {

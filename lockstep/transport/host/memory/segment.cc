@@ -8,9 +8,11 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/failpoint.h>
+#include <lockstep/base/files/file_size_signal.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/transport/host/memory/forked_memory.h>
 #include <lockstep/transport/host/memory/segment.h>
+#include <lockstep/transport/local_socket.h>
 
 namespace lockstep::transport {
 namespace {
@@ -26,12 +28,18 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 std::shared_ptr<Segment> Segment::create(size_t bytes) {
   check_memory_available(static_cast<int64_t>(bytes), "a shared-memory segment");
   UniqueFd fd(::memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  const bool none_left = !fd && (errno == EMFILE || errno == ENFILE);
+  TORCH_CHECK_WITH(DistBackendError, !none_left, no_descriptor_left(), "so it can't make shared memory");
   TORCH_CHECK_WITH(
       DistBackendError, fd, "memfd_create failed: ", std::strerror(errno),
       "; Lockstep's shared memory needs Linux 3.17 or newer and a sandbox that allows memfd_create");
-  TORCH_CHECK_WITH(DistBackendError, ::ftruncate(fd.get(), static_cast<off_t>(bytes)) == 0,
-                   "a shared-memory segment of ", format_bytes(static_cast<int64_t>(bytes)),
-                   " can't be made: ", std::strerror(errno));
+  {
+    const FileSizeSignalBlock block;
+    TORCH_CHECK_WITH(DistBackendError, ::ftruncate(fd.get(), static_cast<off_t>(bytes)) == 0,
+                     "a shared-memory segment of ", format_bytes(static_cast<int64_t>(bytes)),
+                     " can't be made: ", std::strerror(errno),
+                     errno == EFBIG ? "; is RLIMIT_FSIZE (ulimit -f) too low?" : "");
+  }
   TORCH_CHECK_WITH(DistBackendError, ::fcntl(fd.get(), F_ADD_SEALS, kSeals) == 0,
                    "a shared-memory segment can't be sealed: ", std::strerror(errno));
   std::shared_ptr<Segment> segment(new Segment(fd, bytes));
