@@ -318,6 +318,17 @@ def test_closed_standard_streams_are_no_reason_to_wait(programs, closed):
     assert sorted(done.stderr.splitlines()) == ([] if "2>" in closed else ["[rank 0] error", "[rank 1] error"])
 
 
+@pytest.mark.parametrize("closed", ["1>&-", "0<&- 1>&- 2>&-"])
+def test_without_a_launcher_nothing_is_written_into_what_has_a_closed_streams_number(programs, closed):
+    """A socket or shared memory that got the number of standard output would get what the ranks print."""
+    place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": support.free_port()}
+    command = ["sh", "-c", f'exec "$0" {closed}', programs.find("all_reduce")]
+    children = [programs.start(*command, RANK=rank, **place) for rank in range(2)]
+    for child in children:
+        done = child.finish()
+        assert (done.status, done.stdout) == (0, ""), done.text
+
+
 def test_a_limit_on_open_files_that_is_too_low_is_said_in_one_line(programs):
     done = programs.run("sh", "-c", 'ulimit -c 0; ulimit -n 10; exec "$0" run echo started', programs.find("lockstep"))
     assert done.status == 1 and done.stdout == "", done.text

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -15,6 +14,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/log.h>
+#include <lockstep/base/process/standard_streams.h>
 #include <lockstep/launch/supervisor.h>
 
 namespace lockstep::launch {
@@ -55,12 +55,6 @@ bool Ending::was_ended_by_sigkill() const {
 
 Deadline earlier(Deadline a, Deadline b) {
   return a.remaining() <= b.remaining() ? a : b;
-}
-
-void open_standard_streams() {
-  for (int fd = 0; fd < 3; ++fd) {
-    if (::fcntl(fd, F_GETFD) < 0) ::open("/dev/null", O_RDWR);  // takes the lowest free number, which is fd
-  }
 }
 
 void prepare_descriptors(int nprocs, int log_files) {

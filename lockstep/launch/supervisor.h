@@ -40,12 +40,8 @@ struct Ending {
 /// The one that comes first.
 Deadline earlier(Deadline a, Deadline b);
 
-/// To be called before a launcher opens anything. Standard streams that are closed become /dev/null, for what
-/// is opened next would get their numbers, and the workers it as their standard streams.
-void open_standard_streams();
-
-/// The same, and throws c10::DistBackendError when the limit on open files is too low for `nprocs` workers, with
-/// `log_files` of each.
+/// To be called before a launcher opens anything: open_standard_streams(). Throws c10::DistBackendError when the limit
+/// on open files is too low for `nprocs` workers, with `log_files` of each.
 void prepare_descriptors(int nprocs, int log_files = 0);
 
 /// Of endings that were noticed at the same moment, in any order, which one is told as the cause? Sorts them:

@@ -13,6 +13,7 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/process/standard_streams.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/rendezvous/generation.h>
@@ -228,6 +229,7 @@ std::optional<std::string> environment_at_start(const char* name) {
 }  // namespace
 
 World rendezvous(const RendezvousOptions& options) {
+  open_standard_streams();
   auto environment = read_launch_environment(environment::text, environment_at_start);
   auto plan = make_plan(options, environment, program_name());
   if (plan.world_size > 1) {

@@ -21,6 +21,7 @@
 #include <lockstep/base/files/read_at_most.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/background_thread.h>
+#include <lockstep/base/process/standard_streams.h>
 #include <lockstep/base/random_bytes.h>
 #include <lockstep/base/text/hex.h>
 #include <lockstep/launch/agent/orphan_watch.h>

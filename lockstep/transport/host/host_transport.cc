@@ -15,6 +15,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/process/standard_streams.h>
 #include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/transport/host/first_messages.h>
 #include <lockstep/transport/host/groups/group_members.h>
@@ -74,6 +75,7 @@ HostTransport::HostTransport(int rank, int world_size, const Options& options)
 
 std::shared_ptr<HostTransport> HostTransport::connect(c10d::Store& store, int rank, int world_size,
                                                       const Deadline& deadline, const Options& options) {
+  open_standard_streams();  // Python's store comes from elsewhere
   std::shared_ptr<HostTransport> transport(new HostTransport(rank, world_size, options));
   OtherHosts others;
   if (transport->spans_hosts()) {
