@@ -20,6 +20,7 @@
 #include <lockstep/train/batches_of.h>
 #include <lockstep/train/loss_computation.h>
 #include <lockstep/train/model_access.h>
+#include <lockstep/train/step_batches.h>
 #include <lockstep/train/strategy.h>
 #include <lockstep/train/trainer_core.h>
 
@@ -150,7 +151,7 @@ class Trainer final : public TrainerCore {
   /// One epoch, or the rest of it: its steps, validation, and what belongs to its end. Returns metrics().
   const Metrics& train_epoch() {
     stopped_ = false;
-    begin_epoch(batches());
+    begin_epoch(batches_of_epoch());
     with_model([](auto& model) { model.train(); });
     if (epoch_phase_ != EpochPhase::kTrained) {
       if constexpr (requires { loader_.set_epoch(epoch()); }) loader_.set_epoch(epoch());
@@ -203,8 +204,6 @@ class Trainer final : public TrainerCore {
   }
 
  private:
-  static constexpr bool kResumes = requires(const Loader& loader) { loader.state_dict(int64_t{1}); };
-
   Trainer(const std::shared_ptr<Model>& own, Loader& loader, LossFunction loss_of, TrainerOptions options)
       : TrainerCore(own->optimizer(), std::move(options), own),
         model_(*own),
@@ -232,38 +231,30 @@ class Trainer final : public TrainerCore {
     add_parts();
   }
 
-  using Batches = train::BatchesOf<Loader>;
   using Piece = train::BatchPiece<Batch>;
 
   /// All steps of the epoch; false if it was left in its middle.
   bool train_steps() {
     StepPlan plan;
-    // As they were before the step that is left: what is given back is made again, and then draws the same numbers. The first
-    // step draws the epoch's order, too, so that the loader goes back to before the epoch.
-    StepSnapshot random(random_devices());
-    int64_t steps_before = 0;
-    const StateDict before_epoch = position_ == 0 ? loader_state(0) : StateDict();
-    const auto give_back = [&] {
-      loader_ended_ = loader_ended_ && unseen_batches_ == 0;
-      const int64_t unseen = std::exchange(unseen_batches_, 0);
-      load_loader(position_ == 0 ? before_epoch : loader_state(unseen));
-      if (kResumes && step() == steps_before) random.restore();
-    };
+    int64_t steps_before = step();
+    const auto give_back = [&] { batches_.give_back(position_ == 0, step() != steps_before); };
+    batches_.begin(random_devices(), position_ == 0);
     try {
-      std::optional<Batches> batches;
       do {
-        if constexpr (kResumes) random.take({});
+        batches_.begin_step();
         steps_before = step();
-        plan = out_of_steps() ? look_behind_last_step(batches) : train_step(batches);
+        plan = out_of_steps() ? look_behind_last_step() : train_step();
       } while (plan.samples > 0 && !plan.stop && epoch_phase_ == EpochPhase::kSteps);
     } catch (...) {
+      batches_.end();
       try {
         if (consistent()) give_back();
       } catch (...) {  // a device is broken, say; what has failed first tells more
       }
       throw;
     }
-    held_.clear();
+    batches_.end();
+    batches_.drop_held();
     if (plan.samples == 0) return true;
     give_back();  // it goes on here when train() is called again
     return false;
@@ -271,23 +262,23 @@ class Trainer final : public TrainerCore {
 
   /// The last of max_steps is the epoch's last one where no rank has another batch. A loader that can't be given
   /// a batch back is not asked for one.
-  StepPlan look_behind_last_step(std::optional<Batches>& batches) {
-    bool has_batch = !loader_ended_;
-    if constexpr (kResumes) {
+  StepPlan look_behind_last_step() {
+    bool has_batch = !loader_progress_.ended;
+    if constexpr (train::StepBatches<Loader>::kResumes) {
       // The steps are done: what is behind them must not fail the training, nor leave the other ranks waiting.
       try {
-        has_batch = next_batch(batches) != nullptr;
+        has_batch = batches_.next() != nullptr;
       } catch (...) {
         warn_of_batch_behind_last_step();
       }
-      if (!has_batch) unseen_batches_ = 0;
+      if (!has_batch) loader_progress_.unseen_batches = 0;
     }
     return cut_epoch(has_batch);
   }
 
   /// An optimizer step, unless the plan that it returns is to do nothing or to stop.
-  StepPlan train_step(std::optional<Batches>& batches) {
-    const bool has_batches = fetch(batches);
+  StepPlan train_step() {
+    const bool has_batches = batches_.fetch(options_.accumulate_grad_batches);
     std::optional<StepPlan> plan;
     begun_ = false;
     while (!plan) {
@@ -307,7 +298,7 @@ class Trainer final : public TrainerCore {
 
   /// Agrees on the step, and computes its gradients.
   StepPlan attempt(bool has_batches) {
-    const auto pieces = train::pieces_of(held_, max_micro_batch_);
+    const auto pieces = train::pieces_of(batches_.held(), max_micro_batch_);
     const StepPlan plan = agree(note_of(pieces, has_batches));
     if (plan.stop || plan.samples == 0) return plan;
     if (!plan.begun) call(&TrainerCallbacks::before_step);
@@ -315,53 +306,6 @@ class Trainer final : public TrainerCore {
     begin_attempt();
     compute_gradients(pieces, has_batches, plan);
     return plan;
-  }
-
-  /// Null at the loader's end. The loader is asked for its first batch here, too.
-  Batch* next_batch(std::optional<Batches>& batches) {
-    if (loader_ended_) return nullptr;
-    if (!batches) batches.emplace(loader_, &unseen_batches_);
-    Batch* batch = batches->next();
-    loader_ended_ = batch == nullptr;
-    return batch;
-  }
-
-  /// The step's batches; without any the last step's stay, to stand in with.
-  bool fetch(std::optional<Batches>& batches) {
-    std::vector<Batch> next;
-    while (static_cast<int64_t>(next.size()) < options_.accumulate_grad_batches) {
-      Batch* batch = next_batch(batches);
-      if (batch == nullptr) break;
-      if constexpr (kResumes) {
-        next.push_back(std::move(*batch));  // only this function has the loader's batch
-      } else {
-        next.push_back(*batch);
-      }
-    }
-    if (!next.empty()) {
-      held_ = std::move(next);
-      return true;
-    }
-    unseen_batches_ = 0;  // those behind the last sample need not come again
-    if (held_.empty()) borrow_batch(batches);
-    return false;
-  }
-
-  /// Training has been resumed behind this rank's last batch, while others have more, so there is none to
-  /// stand in with. Any will do, at weight 0; it is not taken from the epoch.
-  void borrow_batch(std::optional<Batches>& batches) {
-    if constexpr (kResumes) {
-      batches.reset();
-      StepSnapshot random(random_devices());
-      random.take({});
-      const StateDict place = loader_state(unseen_batches_);
-      {
-        Batches others(loader_);
-        if (Batch* batch = others.next()) held_.push_back(std::move(*batch));
-      }
-      load_loader(place);
-      random.restore();
-    }
   }
 
   StepNote note_of(const std::vector<Piece>& pieces, bool has_batches) {
@@ -376,7 +320,9 @@ class Trainer final : public TrainerCore {
     if (has_batches) note.micro_batches = static_cast<int64_t>(pieces.size());
     if (has_batches) {
       uint64_t all = 0;  // not a sum, which these batches would have in any order
-      for (const Batch& batch : held_) all = mix_bits(all ^ static_cast<uint64_t>(fingerprint(batch)));
+      for (const Batch& batch : batches_.held()) {
+        all = mix_bits(all ^ static_cast<uint64_t>(fingerprint(batch)));
+      }
       note.fingerprint = static_cast<int64_t>(all);
     }
     return note;
@@ -488,7 +434,7 @@ class Trainer final : public TrainerCore {
     }
   }
 
-  int64_t batches() const {
+  int64_t batches_of_epoch() const {
     if constexpr (requires { loader_.size(); }) {
       return static_cast<int64_t>(loader_.size());
     } else {
@@ -496,16 +442,8 @@ class Trainer final : public TrainerCore {
     }
   }
 
-  StateDict loader_state(int64_t unseen_batches) const override {
-    if constexpr (kResumes) {
-      return loader_.state_dict(unseen_batches);
-    } else {
-      return {};
-    }
-  }
-  void load_loader(const StateDict& state) override {
-    if constexpr (requires { loader_.load_state_dict(state); }) loader_.load_state_dict(state);
-  }
+  StateDict loader_state(int64_t unseen_batches) const override { return batches_.state(unseen_batches); }
+  void load_loader(const StateDict& state) override { batches_.load(state); }
   bool start_loader_at(int64_t position) override {
     if constexpr (requires { loader_.start_at(position); }) {
       return loader_.start_at(position);
@@ -521,7 +459,7 @@ class Trainer final : public TrainerCore {
   Loader& loader_;
   LossFunction loss_of_;
   std::function<bool(MetricAverages&)> validation_;
-  std::vector<Batch> held_;
+  train::StepBatches<Loader> batches_{loader_, loader_progress_};
   bool begun_ = false;  // before_step was called for the step under way
 };
 

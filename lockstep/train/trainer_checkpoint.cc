@@ -53,8 +53,8 @@ void TrainerCore::SharedPart::load_state_dict(const StateDict& state) {
 
 StateDict TrainerCore::RankPart::state_dict() const {
   // Saved while a step still wants them, the last batches are to come again, and so is the end.
-  const bool ended = core.loader_ended_ && core.unseen_batches_ == 0;
-  return {{"loader", to_object(core.loader_state(core.unseen_batches_))},
+  const bool ended = core.loader_progress_.ended && core.loader_progress_.unseen_batches == 0;
+  return {{"loader", to_object(core.loader_state(core.loader_progress_.unseen_batches))},
           {"ended", ended},
           {"replica_of_ranks", to_object(core.replica_of_ranks_)},
           {"averages", to_object(core.epoch_averages_.state_dict())}};
@@ -71,8 +71,8 @@ void TrainerCore::RankPart::load_state_dict(const StateDict& state) {
   if (replicas != core.replica_of_ranks_) return;
   core.epoch_averages_.load_state_dict(state_value<StateDict>(state, "averages", kTrainer));
   core.load_loader(state_value<StateDict>(state, "loader", kTrainer));
-  core.loader_ended_ = state_value<bool>(state, "ended", kTrainer);
-  core.unseen_batches_ = 0;
+  core.loader_progress_.ended = state_value<bool>(state, "ended", kTrainer);
+  core.loader_progress_.unseen_batches = 0;
   core.loader_restored_ = true;
 }
 
@@ -119,8 +119,8 @@ void TrainerCore::share_averages(MetricAverages averages) {
 
 std::optional<CheckpointInfo> TrainerCore::restore() {
   if (!checkpoints_) return {};
-  loader_restored_ = loader_ended_ = false;
-  unseen_batches_ = 0;
+  loader_restored_ = false;
+  loader_progress_ = {};
   const StateDict fresh = loader_state(0);
   auto loaded = checkpoints_->restore(training_state_);
   if (!loaded) return {};
@@ -133,7 +133,7 @@ std::optional<CheckpointInfo> TrainerCore::restore() {
   const bool has_place = loader_restored_ && !loader_state(0).empty();
   bool goes_on = !in_epoch || on_all(has_place);
   if (!goes_on) {
-    loader_ended_ = false;
+    loader_progress_.ended = false;
     if (!fresh.empty()) load_loader(fresh);
     goes_on = on_all(start_loader_at(position_));
     if (goes_on) resume_averages();

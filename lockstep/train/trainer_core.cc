@@ -323,7 +323,7 @@ void TrainerCore::apply_gradients(const StepPlan& plan) {
   if (options_.scheduler_interval == TrainerOptions::Interval::step) step_scheduler();
   ++step_;
   position_ += plan.samples;
-  unseen_batches_ = 0;
+  loader_progress_.unseen_batches = 0;
   epoch_averages_.add(step_averages_);
   applying_ = false;
 
@@ -382,7 +382,7 @@ void TrainerCore::note_epoch() {
   for (const auto& [name, value] : epoch_averages_.reduce(group_)) metrics_["epoch/" + name] = value;
   // If that throws, it is done again when training goes on.
   epoch_phase_ = EpochPhase::kTrained;
-  loader_ended_ = false;
+  loader_progress_.ended = false;
 }
 
 void TrainerCore::finish_epoch() {

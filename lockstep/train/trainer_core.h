@@ -27,6 +27,16 @@
 
 namespace lockstep {
 
+namespace train {
+
+/// What a Trainer has fetched of an epoch's batches on this rank.
+struct LoaderProgress {
+  bool ended = false;          ///< all are fetched
+  int64_t unseen_batches = 0;  ///< fetched for a step that is not done
+};
+
+}  // namespace train
+
 /// What of a Trainer depends on no type of the user's: where training stands, what happens around steps and
 /// epochs, and saving. Callbacks get it. Used by one thread; stop() by any.
 class TrainerCore {
@@ -174,9 +184,8 @@ class TrainerCore {
     kTrained,  // its steps are done, its end is not
   };
   EpochPhase epoch_phase_ = EpochPhase::kSteps;
-  bool loader_ended_ = false;   // this rank's batches of the epoch are all fetched
-  int64_t unseen_batches_ = 0;  // fetched for a step that is not done
-  int64_t position_ = 0;        // samples of this epoch that all ranks together have seen
+  train::LoaderProgress loader_progress_;
+  int64_t position_ = 0;  // samples of this epoch that all ranks together have seen
   bool stopped_ = false;
   Metrics metrics_;
   Metrics epoch_metrics_;                // new at the last epoch's end
