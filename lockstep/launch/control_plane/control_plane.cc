@@ -136,12 +136,13 @@ class ControlPlane::Thread : public EventHandler {
         store_.reset();
         return store_.emplace(options_.store_port, [this] { return plane_.stop_.load(); }).port();
       };
-      server.observe = [this](const Decision& decision) {
-        const bool waits = decision.action == Decision::Action::kWait;
+      server.observe = [this](const MembershipDecision& decision) {
+        const bool waits = decision.action == MembershipDecision::Action::kWait;
         // Before its own agent is heard there is nothing to tell.
-        const bool forming = server_->coordinator().world().phase == WorldPhase::kForming &&
+        const bool forming = server_->coordinator().world().phase == MembershipPhase::kForming &&
                              !server_->coordinator().members().empty();
-        if (decision.action != Decision::Action::kDone && (!waits || forming)) options_.say(decision.reason);
+        if (decision.action != MembershipDecision::Action::kDone && (!waits || forming))
+          options_.say(decision.reason);
       };
       server.report = options_.say;
       server_ = std::make_unique<CoordinatorServer>(loop_, options_.key,

@@ -313,10 +313,10 @@ void CoordinatorServer::say_once(const std::string& text) {
 }
 
 void CoordinatorServer::begin_stream(Peer& peer) {
-  const World& world = coordinator_.world();
+  const MembershipState& world = coordinator_.world();
   const bool plain = peer.phase() == Peer::Phase::kPlain;
   const size_t most = plain ? kMostOpenStreams : options_.most_streams_of_host * world.hosts.size();
-  const bool runs = world.phase == WorldPhase::kRunning || world.phase == WorldPhase::kYielding;
+  const bool runs = world.phase == MembershipPhase::kRunning || world.phase == MembershipPhase::kYielding;
   if (!runs || (!plain && peer.generation() != world.generation)) return peer.close();
   if (streams_.size() >= most) {
     say_once("the job's processes have " + std::to_string(most) +
@@ -355,13 +355,13 @@ void CoordinatorServer::drop_closed() {
 void CoordinatorServer::decide(BootTime now) {
   news_ = false;
   for (bool again = true; again && !done_;) {
-    const Decision decision = coordinator_.advance(now);
+    const MembershipDecision decision = coordinator_.advance(now);
     look_again_at_ = decision.look_again_at;
-    again = decision.action != Decision::Action::kWait;
-    done_ = decision.action == Decision::Action::kDone;
+    again = decision.action != MembershipDecision::Action::kWait;
+    done_ = decision.action == MembershipDecision::Action::kDone;
     // Not before all hosts have stopped: workers need their store to save and end together.
-    if (done_ || decision.action == Decision::Action::kStart) streams_.clear();
-    if (decision.action == Decision::Action::kStart)
+    if (done_ || decision.action == MembershipDecision::Action::kStart) streams_.clear();
+    if (decision.action == MembershipDecision::Action::kStart)
       store_port_ = options_.start_store(coordinator_.world().generation);
     if (options_.observe && decision.reason != std::exchange(last_reason_, decision.reason))
       options_.observe(decision);

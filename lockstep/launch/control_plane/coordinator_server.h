@@ -42,7 +42,7 @@ class CoordinatorServer : public EventHandler {
     /// Makes the store of a generation, and ends the former one; its port on 127.0.0.1.
     std::function<uint16_t(uint64_t)> start_store = {};
     /// Is told each decision whose reason is new.
-    std::function<void(const Decision&)> observe = {};
+    std::function<void(const MembershipDecision&)> observe = {};
     /// Is told what other hosts report of workers that failed, and, once each, that a bound was reached, and from where
     /// connections have failed in their handshake.
     std::function<void(const std::string&)> report = {};

@@ -110,7 +110,7 @@ void Coordinator::disconnected(const AgentId& agent) {
 }
 
 /// The one place where the phase changes. Each change makes new orders.
-void Coordinator::enter(WorldPhase phase, const std::string& reason, BootTime now) {
+void Coordinator::enter(MembershipPhase phase, const std::string& reason, BootTime now) {
   world_.phase = phase;
   world_.since = now;
   ++world_.order;
@@ -118,36 +118,36 @@ void Coordinator::enter(WorldPhase phase, const std::string& reason, BootTime no
   waiting_for_.clear();  // that of the phase before
 }
 
-Decision Coordinator::advance(BootTime now) {
-  Decision decision = decide(world_, members_, options_, now);
+MembershipDecision Coordinator::advance(BootTime now) {
+  MembershipDecision decision = decide(world_, members_, options_, now);
   switch (decision.action) {
-    case Decision::Action::kWait:
+    case MembershipDecision::Action::kWait:
       waiting_for_ = decision.reason;
       decision.asks = decision.asks && std::exchange(asked_in_, world_.order) != world_.order;  // once
       break;
-    case Decision::Action::kStart:
-      enter(WorldPhase::kRunning, decision.reason, now);
+    case MembershipDecision::Action::kStart:
+      enter(MembershipPhase::kRunning, decision.reason, now);
       start(decision);
       break;
-    case Decision::Action::kYield:
-      enter(WorldPhase::kYielding, decision.reason, now);
+    case MembershipDecision::Action::kYield:
+      enter(MembershipPhase::kYielding, decision.reason, now);
       break;
-    case Decision::Action::kStop:
-      enter(WorldPhase::kForming, decision.reason, now);
+    case MembershipDecision::Action::kStop:
+      enter(MembershipPhase::kForming, decision.reason, now);
       world_.after_failure = decision.counts_as_restart;
       if (decision.counts_as_restart) ++world_.restarts;
       break;
-    case Decision::Action::kEnd:
-      enter(WorldPhase::kEnding, decision.reason, now);
+    case MembershipDecision::Action::kEnd:
+      enter(MembershipPhase::kEnding, decision.reason, now);
       exit_status_ = decision.exit_status;
       break;
-    case Decision::Action::kDone:
+    case MembershipDecision::Action::kDone:
       break;
   }
   return decision;
 }
 
-void Coordinator::start(const Decision& decision) {
+void Coordinator::start(const MembershipDecision& decision) {
   world_.hosts = decision.hosts;
   ++world_.generation;
   places_.clear();
@@ -182,21 +182,21 @@ Order Coordinator::order_for(const AgentId& agent) const {
   Order order = {.job = job_, .number = world_.order, .generation = world_.generation, .reason = reason_};
   if (member != nullptr) order.status_sent_at = member->status.sent_at;
   order.watched = watched();
-  if (world_.phase == WorldPhase::kEnding) {
+  if (world_.phase == MembershipPhase::kEnding) {
     order.command = Command::kEnd;
     order.exit_status = exit_status_;
     return order;
   }
   const auto host = std::find(world_.hosts.begin(), world_.hosts.end(), agent);
   const bool belongs = host != world_.hosts.end();
-  if (world_.phase == WorldPhase::kForming) {
+  if (world_.phase == MembershipPhase::kForming) {
     order.reason = reason_ + (reason_.empty() || waiting_for_.empty() ? "" : "; ") + waiting_for_;
   } else if (belongs) {
-    order.command = world_.phase == WorldPhase::kRunning ? Command::kRun : Command::kYield;
+    order.command = world_.phase == MembershipPhase::kRunning ? Command::kRun : Command::kYield;
     order.place = places_[static_cast<size_t>(host - world_.hosts.begin())];
   }
-  if (world_.phase == WorldPhase::kRunning && !waiting_for_.empty()) order.reason = waiting_for_;
-  if (world_.phase == WorldPhase::kRunning && !belongs) order.reason += why_not_taken(member);
+  if (world_.phase == MembershipPhase::kRunning && !waiting_for_.empty()) order.reason = waiting_for_;
+  if (world_.phase == MembershipPhase::kRunning && !belongs) order.reason += why_not_taken(member);
   return order;
 }
 

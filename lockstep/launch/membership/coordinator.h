@@ -31,23 +31,23 @@ class Coordinator {
   /// Decides once, and carries the decision out: the world changes, and so do the orders. To be called after
   /// messages, and at look_again_at, until the action is kWait or kDone. `start` is called before a generation
   /// starts, with its number.
-  Decision advance(BootTime now);
+  MembershipDecision advance(BootTime now);
 
   /// Of other hosts than the coordinator's: what they have said of workers that failed, and which were refused, each report once.
   std::vector<std::string> take_reports() { return std::exchange(reports_, {}); }
-  /// What that agent is to do now. `asks` is never set: see Decision::asks.
+  /// What that agent is to do now. `asks` is never set: see MembershipDecision::asks.
   Order order_for(const AgentId& agent) const;
   /// Whether some host wants all hosts' reports.
   bool watched() const;
-  const World& world() const { return world_; }
+  const MembershipState& world() const { return world_; }
   const std::vector<Member>& members() const { return members_; }
   int exit_status() const { return exit_status_; }
 
   static constexpr size_t kMostMembers = 8192;
 
  private:
-  void enter(WorldPhase phase, const std::string& reason, BootTime now);
-  void start(const Decision& decision);
+  void enter(MembershipPhase phase, const std::string& reason, BootTime now);
+  void start(const MembershipDecision& decision);
   int losses_before(const Status& newcomer, BootTime now) const;
   void drop_predecessors(const Status& newcomer, BootTime now);
   bool may_be_dropped(const Member& member, BootTime now) const;
@@ -58,7 +58,7 @@ class Coordinator {
   MembershipOptions options_;
   std::array<uint8_t, 16> job_;
   AgentId own_;
-  World world_;
+  MembershipState world_;
   std::vector<Member> members_;
   std::vector<std::string> reports_;
   std::vector<Place> places_;  // by group rank, of the last generation

@@ -12,7 +12,7 @@
 namespace lockstep::launch {
 namespace {
 
-using Action = Decision::Action;
+using Action = MembershipDecision::Action;
 using Members = std::vector<Member>;
 using Pointers = std::vector<const Member*>;
 using std::chrono::nanoseconds;
@@ -35,7 +35,7 @@ std::string seconds_text(nanoseconds duration) {
   return std::to_string(std::chrono::round<std::chrono::seconds>(duration).count()) + " s";
 }
 
-bool belongs(const World& world, const Member& member) {
+bool belongs(const MembershipState& world, const Member& member) {
   return std::find(world.hosts.begin(), world.hosts.end(), member.status.id) != world.hosts.end();
 }
 
@@ -50,7 +50,8 @@ Pointers select(const Members& members, auto condition) {
 /// One decision in the making: what decide() was given, and what several of its steps ask for.
 class Judgement {
  public:
-  Judgement(const World& world, const Members& members, const MembershipOptions& options, BootTime now)
+  Judgement(const MembershipState& world, const Members& members, const MembershipOptions& options,
+            BootTime now)
       : world_(world), members_(members), options_(options), now_(now) {
     hosts_ = select(members, [&](const Member& member) { return belongs(world, member); });
     ready_ = select(members, [&](const Member& member) {
@@ -74,7 +75,7 @@ class Judgement {
     ready_.erase(repeated, ready_.end());
   }
 
-  Decision ending() {
+  MembershipDecision ending() {
     const Pointers busy = select(members_, [&](const Member& member) {
       const bool told = member.status.order >= world_.order || !member.connected;
       return !lost(member) && !(has_stopped(member) && told);
@@ -83,7 +84,7 @@ class Judgement {
     return wait("the job ends when " + names_of(busy) + " has ended its workers", look_at_losses(busy));
   }
 
-  Decision forming() {
+  MembershipDecision forming() {
     const Pointers busy =
         select(hosts_, [&](const Member& member) { return !lost(member) && !has_stopped(member); });
     if (!busy.empty())
@@ -116,7 +117,7 @@ class Judgement {
             .hosts = assign_places(std::move(chosen))};
   }
 
-  Decision running() {
+  MembershipDecision running() {
     // Losses come before failures: the workers of a host fail because those of another have gone. Not those of a host
     // that has finished: nothing more is wanted of it, and its last word stands.
     const Pointers gone = in_world([&](const Member& member) { return lost(member) && !finished(member); });
@@ -183,11 +184,13 @@ class Judgement {
   static Pointers select(const Members& among, auto condition) { return launch::select(among, condition); }
   Pointers in_world(auto condition) const { return select(hosts_, condition); }
 
-  static Decision wait(std::string reason, BootTime look_again_at) {
+  static MembershipDecision wait(std::string reason, BootTime look_again_at) {
     return {.action = Action::kWait, .reason = std::move(reason), .look_again_at = look_again_at};
   }
-  static Decision stop(std::string reason) { return {.action = Action::kStop, .reason = std::move(reason)}; }
-  static Decision end(int status, std::string reason) {
+  static MembershipDecision stop(std::string reason) {
+    return {.action = Action::kStop, .reason = std::move(reason)};
+  }
+  static MembershipDecision end(int status, std::string reason) {
     return {.action = Action::kEnd, .reason = std::move(reason), .exit_status = status};
   }
 
@@ -230,7 +233,7 @@ class Judgement {
     return text + (count > kMost ? " and " + std::to_string(count - kMost) + " more" : "");
   }
 
-  Decision wait_for_hosts() const {
+  MembershipDecision wait_for_hosts() const {
     const bool first = world_.generation == 0;
     const nanoseconds limit = first ? options_.join_timeout : options_.rejoin_timeout;
     std::string text = counted(ready_.size(), "host") + " of at least " + std::to_string(options_.min_hosts) +
@@ -286,15 +289,15 @@ class Judgement {
   }
 
   /// A signal has asked these to end.
-  Decision without(const Pointers& leaving) const {
+  MembershipDecision without(const Pointers& leaving) const {
     const int signal = leaving.front()->status.leaving;
     const std::string what = names_of(leaving) + " was asked to end by signal " + std::to_string(signal);
     if (enough_stay()) return stop(what + "; the others go on without");
     return end(128 + signal, what + ", and too few hosts are left");
   }
 
-  Decision failure(const Pointers& failed) const {
-    const bool yielding = world_.phase == WorldPhase::kYielding;
+  MembershipDecision failure(const Pointers& failed) const {
+    const bool yielding = world_.phase == MembershipPhase::kYielding;
     const Pointers try_again =
         select(failed, [](const Member& member) { return member.status.exit_status == kTryAgain; });
     BootTime first = BootTime::max();
@@ -308,7 +311,7 @@ class Judgement {
       return !finished(member) && (suspected(member) || (!has_failed && member.heard_at <= first));
     });
     if (!silent.empty()) {
-      Decision decision =
+      MembershipDecision decision =
           wait(what + "; the end of " + names_of(silent) + " may be the cause", look_at_losses(silent));
       decision.asks = true;
       return decision;
@@ -340,13 +343,13 @@ class Judgement {
     if (world_.restarts >= options_.max_restarts) {
       return end(1, what + (options_.max_restarts == 0 ? "" : ", and all restarts are used up"));
     }
-    Decision decision = stop(what + "; restart " + std::to_string(world_.restarts + 1) + " of " +
-                             std::to_string(options_.max_restarts));
+    MembershipDecision decision = stop(what + "; restart " + std::to_string(world_.restarts + 1) + " of " +
+                                       std::to_string(options_.max_restarts));
     decision.counts_as_restart = true;
     return decision;
   }
 
-  Decision late_hosts() const {
+  MembershipDecision late_hosts() const {
     const BootTime next_loss = look_at_losses(hosts_);
     const std::string runs =
         "generation " + std::to_string(world_.generation) + " runs on " + counted(hosts_.size(), "host");
@@ -368,7 +371,7 @@ class Judgement {
     return stop(names_of(late) + (late.size() == 1 ? " joins" : " join"));
   }
 
-  const World& world_;
+  const MembershipState& world_;
   const Members& members_;
   const MembershipOptions& options_;
   BootTime now_;
@@ -422,11 +425,13 @@ bool has_stopped(const Member& member) {
   return member.status.phase != HostPhase::kRunning && member.status.order >= member.run_order;
 }
 
-Decision decide(const World& world, const Members& members, const MembershipOptions& options, BootTime now) {
+MembershipDecision decide(const MembershipState& world, const Members& members,
+                          const MembershipOptions& options, BootTime now) {
   Judgement judgement(world, members, options, now);
-  if (world.phase == WorldPhase::kEnding) return judgement.ending();
+  if (world.phase == MembershipPhase::kEnding) return judgement.ending();
   for (const Member& member : members) {
-    const bool asks_again = world.phase != WorldPhase::kForming && member.status.exit_status == kTryAgain;
+    const bool asks_again =
+        world.phase != MembershipPhase::kForming && member.status.exit_status == kTryAgain;
     if (member.is_coordinator && member.status.leaving != 0 && has_stopped(member) && !asks_again) {
       return {.action = Action::kEnd,
               .reason = "the coordinator, " + name_of(member) + ", was asked to end by signal " +
@@ -434,7 +439,7 @@ Decision decide(const World& world, const Members& members, const MembershipOpti
               .exit_status = 128 + member.status.leaving};
     }
   }
-  return world.phase == WorldPhase::kForming ? judgement.forming() : judgement.running();
+  return world.phase == MembershipPhase::kForming ? judgement.forming() : judgement.running();
 }
 
 std::vector<AgentId> assign_places(std::vector<Member> chosen) {

@@ -73,16 +73,16 @@ bool is_silent(const Member& member, const MembershipOptions& options, BootTime 
 /// It said that its workers have ended, after the last order to run that may have reached it.
 bool has_stopped(const Member& member);
 
-enum class WorldPhase : uint8_t {
+enum class MembershipPhase : uint8_t {
   kForming,   // the workers of the last generation end, and hosts for the next are awaited
   kRunning,   // generation `generation` runs
   kYielding,  // it does, but its workers are asked to stop, for some have stopped and ask to be started again
   kEnding,    // all agents are told to end
 };
 
-/// The world as the last decision left it.
-struct World {
-  WorldPhase phase = WorldPhase::kForming;
+/// The job as the last decision left it.
+struct MembershipState {
+  MembershipPhase phase = MembershipPhase::kForming;
   BootTime since = {};              // when it entered this phase
   uint64_t order = 0;               // the number of the last decision that changed something
   uint64_t generation = 0;          // the last one that was started
@@ -91,7 +91,7 @@ struct World {
   bool after_failure = false;       // in kForming: a failure ended the last generation
 };
 
-struct Decision {
+struct MembershipDecision {
   enum class Action : uint8_t {
     kWait,   // nothing changes until a message comes or it is `look_again_at`
     kStart,  // the next generation, of `hosts`
@@ -111,8 +111,8 @@ struct Decision {
 };
 
 /// What is to be done at `now`. Pure.
-Decision decide(const World& world, const std::vector<Member>& members, const MembershipOptions& options,
-                BootTime now);
+MembershipDecision decide(const MembershipState& world, const std::vector<Member>& members,
+                          const MembershipOptions& options, BootTime now);
 
 /// The order in which hosts get their group ranks. With --node-rank by that; otherwise each stays where it was in
 /// the last generation, and the others, in the order in which they joined, fill what is free. Pure.

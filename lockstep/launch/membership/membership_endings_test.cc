@@ -12,14 +12,14 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using Action = Decision::Action;
+using Action = MembershipDecision::Action;
 using std::chrono::seconds;
 
 TEST(Membership, RestartsAfterFailuresAsOftenAsAllowed) {
   Job job = running_job(options(2, 2, 2), 2);
   for (int restart = 1; restart <= 2; ++restart) {
     job.set(1, HostPhase::kFailed);
-    Decision decision = job.decide_once();
+    MembershipDecision decision = job.decide_once();
     EXPECT_EQ(decision.action, Action::kWait);
     EXPECT_TRUE(decision.asks) << "node-0 may be the cause, and dead";
     EXPECT_FALSE(job.decide_once().asks);
@@ -39,7 +39,7 @@ TEST(Membership, RestartsAfterFailuresAsOftenAsAllowed) {
   }
   job.set(0, HostPhase::kFailed);
   job.pass(seconds(1), {0, 1});
-  const Decision decision = job.decide_once();
+  const MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kEnd);
   EXPECT_EQ(decision.exit_status, 1);
   EXPECT_EQ(decision.reason, "workers on node-0 have failed, and all restarts are used up");
@@ -50,7 +50,7 @@ TEST(Membership, GivesTheOthersTimeToNoticeAFailureByThemselves) {
   job.set(1, HostPhase::kFailed);
   const BootTime failed_at = job.now;
   job.pass(std::chrono::milliseconds(1), {0, 1});
-  Decision decision = job.decide_once();
+  MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kWait);
   EXPECT_EQ(decision.reason, "workers on node-1 have failed; the others are awaited");
   EXPECT_EQ(decision.look_again_at, failed_at + seconds(1));
@@ -66,7 +66,7 @@ TEST(Membership, NamesTheCauseOnAnotherHostAndPassesReportsOn) {
   job.say(0).failure = "rank 0 failed first";
   job.set(0, HostPhase::kFailed);
   job.pass(seconds(1), {0, 1, 2});
-  const Decision decision = job.decide_once();
+  const MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kEnd);
   EXPECT_EQ(decision.reason,
             "workers on node-0 have failed because of rank 1 on node-1, as their errors say");
@@ -82,7 +82,7 @@ TEST(Membership, DoesNotBlameAHostForTheLossOfAnother) {
   Job job = running_job(options(1, 2), 2);
   job.coordinator.disconnected(id(1));
   job.set(0, HostPhase::kFailed);
-  Decision decision = job.decide_once();
+  MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kWait);
   EXPECT_EQ(decision.reason, "workers on node-0 have failed; the end of node-1 may be the cause");
   job.pass(decision.look_again_at - job.now, {0});
@@ -98,7 +98,7 @@ TEST(Membership, EndsWhenAllHaveFinishedAndAllKnow) {
   job.set(0, HostPhase::kFinished);
   EXPECT_EQ(job.decide_once().reason, "1 host of 2 have finished");
   job.set(1, HostPhase::kFinished);
-  Decision decision = job.decide_once();
+  MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kEnd);
   EXPECT_EQ(decision.exit_status, 0);
   EXPECT_EQ(job.coordinator.order_for(id(1)).command, Command::kEnd);
@@ -115,12 +115,12 @@ TEST(Membership, AHostThatHasFinishedMayBeLostOrLeave) {
     job.hear(1);
     job.coordinator.disconnected(id(1));
     job.pass(seconds(20), {0});
-    const Decision decision = job.decide_once();
+    const MembershipDecision decision = job.decide_once();
     EXPECT_EQ(decision.action, Action::kWait) << decision.reason;
     EXPECT_GT(decision.look_again_at, job.now) << "nothing changes by its loss";
     job.set(0, HostPhase::kFinished);
     EXPECT_EQ(job.decide_once().exit_status, 0);
-    EXPECT_EQ(job.coordinator.world().phase, WorldPhase::kEnding);
+    EXPECT_EQ(job.coordinator.world().phase, MembershipPhase::kEnding);
     job.obey({0});
     EXPECT_EQ(job.decide_once().action, Action::kDone);
   }
@@ -143,7 +143,7 @@ TEST(Membership, PassesOnThatAllAskToBeStartedAgain) {
   EXPECT_EQ(job.decide_once().action, Action::kWait);
   job.say(1).exit_status = 75;
   job.set(1, HostPhase::kFailed);
-  const Decision decision = job.decide_once();
+  const MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kEnd);
   EXPECT_EQ(decision.exit_status, 75);
 }
@@ -157,7 +157,7 @@ Job yielding_job(const MembershipOptions& chosen, int leaving) {
   job.hear(0);
   EXPECT_EQ(job.decide_once().action, Action::kWait);
   job.pass(std::chrono::milliseconds(1), {0, 1});
-  Decision decision = job.decide_once();
+  MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kWait) << "it may be about to stop";
   job.pass(decision.look_again_at - job.now, {0, 1});
   decision = job.decide_once();
@@ -199,7 +199,7 @@ TEST(Membership, AHostThatWasAskedToEndFailsNotTheOthersThatNoticeIt) {
     job.set(first ? 1 : 0, HostPhase::kFailed);
     job.pass(std::chrono::milliseconds(1), {0, 1});
     job.set(first ? 0 : 1, HostPhase::kFailed);
-    const Decision decision = job.decide_once();
+    const MembershipDecision decision = job.decide_once();
     if (first) {
       EXPECT_EQ(decision.reason, "node-1 was asked to end by signal 15; the others go on without");
     } else {
@@ -232,7 +232,7 @@ TEST(Membership, EndsWithTheCoordinatorsSignalAndGoesOnWithoutAnotherHost) {
   job.obey({0});
   job.say(0).leaving = 2;
   job.set(0, HostPhase::kFailed);
-  const Decision decision = job.decide_once();
+  const MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kEnd);
   EXPECT_EQ(decision.exit_status, 130);
 }

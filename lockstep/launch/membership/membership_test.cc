@@ -13,7 +13,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using Action = Decision::Action;
+using Action = MembershipDecision::Action;
 using std::chrono::seconds;
 
 Member member(uint8_t number, BootTime joined_at = {}) {
@@ -26,7 +26,7 @@ Member member(uint8_t number, BootTime joined_at = {}) {
 TEST(Membership, StartsAtOnceWithAllAndAfterTheLastCallWithEnough) {
   Job job(options(2, 3));
   job.hear(0);
-  Decision decision = job.decide_once();
+  MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kWait);
   EXPECT_EQ(decision.reason, "1 host of at least 2 are here: node-0");
   EXPECT_EQ(decision.look_again_at, job.now + std::chrono::minutes(10));
@@ -54,7 +54,7 @@ TEST(Membership, EndsWhenTooFewHaveCome) {
   Job job(options(2, 2));
   job.now += std::chrono::minutes(10);
   job.hear(0);
-  const Decision decision = job.decide_once();
+  const MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kEnd);
   EXPECT_EQ(decision.exit_status, 1);
   EXPECT_EQ(decision.reason, "1 host of at least 2 are here: node-0, 600 s after the start");
@@ -98,7 +98,7 @@ TEST(Membership, GoesOnWithoutALostHostOnceItsLeaseIsOver) {
   EXPECT_EQ(job.decide_once().action, Action::kWait) << "its workers may still run";
   job.now += seconds(1);
   job.obey({0, 2});
-  Decision decision = job.decide_once();
+  MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kStop);
   EXPECT_EQ(decision.reason, "no word from node-1 for 10 s; the others go on without");
   job.obey({0});
@@ -129,7 +129,7 @@ TEST(Membership, WaitsForLostHostsWhenTooFewAreLeft) {
   EXPECT_EQ(alone.decide_once().action, Action::kStop);
   alone.obey({0});
   alone.pass(seconds(60), {0});
-  const Decision decision = alone.decide_once();
+  const MembershipDecision decision = alone.decide_once();
   EXPECT_EQ(decision.action, Action::kEnd);
   EXPECT_THAT(decision.reason, HasSubstr("60 s after the others were lost"));
 }
@@ -141,7 +141,7 @@ TEST(Membership, WaitsForLostHostsFromTheEndOfTheOthersWorkersOn) {
   job.pass(seconds(70), {0});  // as long as its workers take to stop
   EXPECT_EQ(job.decide_once().reason, "the workers of node-0 have to end first");
   job.obey({0});
-  const Decision decision = job.decide_once();
+  const MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kWait);
   EXPECT_EQ(decision.look_again_at, job.now + seconds(60));
   job.pass(seconds(60), {0});
@@ -159,7 +159,7 @@ TEST(Membership, DoesNotCountAnIdleStatusThatIsOlderThanTheOrderToRun) {
   EXPECT_EQ(job.decide_once().action, Action::kStop);
   job.obey({0});
   job.hear(1);
-  Decision decision = job.decide_once();
+  MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kWait) << "the order to run may be on its way to node-1";
   EXPECT_EQ(decision.reason, "the workers of node-1 have to end first");
   job.obey({1});
@@ -170,7 +170,7 @@ TEST(Membership, TakesLateHostsInUpToTheMost) {
   Job job = running_job(options(1, 2), 1);
   job.hear(1);
   job.hear(2);
-  Decision decision = job.decide_once();
+  MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kWait);
   EXPECT_EQ(decision.look_again_at, job.now + seconds(1)) << "others may come in the same moment";
   job.pass(seconds(1), {0, 1, 2});

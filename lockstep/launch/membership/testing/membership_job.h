@@ -68,7 +68,7 @@ class Job {
       for (const uint8_t number : numbers) hear(number);
     }
   }
-  Decision decide_once() { return coordinator.advance(now); }
+  MembershipDecision decide_once() { return coordinator.advance(now); }
 
   BootTime now{std::chrono::seconds(1000)};
   Coordinator coordinator;
@@ -96,9 +96,9 @@ inline Job running_job(const MembershipOptions& chosen, uint8_t hosts) {
     job.now += std::chrono::seconds(1);
     for (uint8_t i = 0; i < hosts; ++i) job.hear(i);
   }
-  EXPECT_EQ(job.decide_once().action, Decision::Action::kStart);
+  EXPECT_EQ(job.decide_once().action, MembershipDecision::Action::kStart);
   for (uint8_t i = 0; i < hosts; ++i) job.obey({i});
-  EXPECT_EQ(job.decide_once().action, Decision::Action::kWait);
+  EXPECT_EQ(job.decide_once().action, MembershipDecision::Action::kWait);
   return job;
 }
 

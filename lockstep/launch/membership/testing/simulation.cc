@@ -45,7 +45,7 @@ bool Simulation::run() {
       now_ + (coordinator_ ? scene_.calm : 2 * scene_.options.rejoin_timeout + scene_.options.join_timeout);
   while (now_ < calm_end && !over() && problem_.empty()) {
     tick();
-    if (coordinator_ && coordinator_->world().phase != WorldPhase::kEnding)
+    if (coordinator_ && coordinator_->world().phase != MembershipPhase::kEnding)
       start_missing_agents();  // some have been asked to end
   }
   check_end();
@@ -91,10 +91,10 @@ void Simulation::tick() {
 }
 
 void Simulation::lose_finished_hosts() {
-  const World& world = coordinator_->world();
+  const MembershipState& world = coordinator_->world();
   for (const Member& member : coordinator_->members()) {
     const int index = member.status.id[0];
-    const bool has_finished = world.phase == WorldPhase::kRunning &&
+    const bool has_finished = world.phase == MembershipPhase::kRunning &&
                               member.status.phase == HostPhase::kFinished &&
                               member.status.generation == world.generation;
     Host& host = hosts_[static_cast<size_t>(index)];
@@ -151,15 +151,15 @@ void Simulation::coordinate() {
   const BootTime clock = hosts_[0].clock(now_);
   if (clock < look_again_at_) return;
   while (true) {
-    const Decision decision = coordinator_->advance(clock);
+    const MembershipDecision decision = coordinator_->advance(clock);
     if (decision.reason.empty()) fail("a decision without a reason");
     look_again_at_ = decision.look_again_at;
-    if (decision.action == Decision::Action::kStart) note_start(decision);
-    if (decision.action == Decision::Action::kDone) {
+    if (decision.action == MembershipDecision::Action::kStart) note_start(decision);
+    if (decision.action == MembershipDecision::Action::kDone) {
       coordinator_exit_ = coordinator_->exit_status();
       done_ = true;
     }
-    const bool waits = decision.action == Decision::Action::kWait || done_;
+    const bool waits = decision.action == MembershipDecision::Action::kWait || done_;
     for (const Member& member : coordinator_->members()) {
       if (waits && !decision.asks) break;
       Order order = coordinator_->order_for(member.status.id);
@@ -170,7 +170,7 @@ void Simulation::coordinate() {
   }
 }
 
-void Simulation::note_start(const Decision& decision) {
+void Simulation::note_start(const MembershipDecision& decision) {
   const uint64_t generation = coordinator_->world().generation;
   places_[generation] = decision.hosts;
   if (!gone_.empty()) fail("hosts that have finished stop the others");
@@ -388,7 +388,7 @@ void Simulation::check_end() {
       return fail("a job that had all it needs has ended");
     return;
   }
-  if (coordinator_->world().phase == WorldPhase::kEnding) return fail("the job does not end");
+  if (coordinator_->world().phase == MembershipPhase::kEnding) return fail("the job does not end");
   // It may just give way to the next one, for a host that joins.
   if (now_ - last_whole_ > scene_.options.lost_after)
     return fail("no world runs, though enough hosts are there");

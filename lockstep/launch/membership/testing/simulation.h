@@ -109,7 +109,7 @@ class Simulation {
   void lose_finished_hosts();
   void deliver();
   void coordinate();
-  void note_start(const Decision& decision);
+  void note_start(const MembershipDecision& decision);
   void step_host(int index);
   static void end_workers_by(Host& host, TrueTime at, int status);
   bool complete(uint64_t generation) const;
