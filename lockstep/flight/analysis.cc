@@ -14,7 +14,7 @@ namespace lockstep::flight {
 namespace {
 
 using internal::Picture;
-using Kind = Finding::Kind;
+using Kind = RecordFinding::Kind;
 
 constexpr std::array<const char*, 10> kKinds = {"mismatch", "circular", "missing", "unmatched",   "late",
                                                 "failed",   "unknown",  "root",    "in_progress", "note"};
@@ -55,8 +55,8 @@ void make_printable(RankRecord& record) {
   }
 }
 
-Finding note(std::vector<int> ranks, std::string text) {
-  Finding finding;
+RecordFinding note(std::vector<int> ranks, std::string text) {
+  RecordFinding finding;
   finding.ranks = std::move(ranks);
   finding.text = std::move(text);
   return finding;
@@ -64,7 +64,7 @@ Finding note(std::vector<int> ranks, std::string text) {
 
 /// Takes out what an earlier run left in the directory: it was written before another rank's program started,
 /// or in a world of another size.
-void drop_earlier_runs(std::vector<RankRecord>& records, std::vector<Finding>& findings) {
+void drop_earlier_runs(std::vector<RankRecord>& records, std::vector<RecordFinding>& findings) {
   constexpr int64_t kClockSkewNs = 5'000'000'000;  // between hosts
   const RankRecord newest = *std::max_element(
       records.begin(), records.end(),
@@ -100,8 +100,8 @@ RankSummary summary_of(const RankRecord& record) {
 }
 
 /// The cause, if there is one: see Analysis::cause.
-std::vector<int> cause_of(const std::vector<Finding>& findings) {
-  for (const Finding& finding : findings) {
+std::vector<int> cause_of(const std::vector<RecordFinding>& findings) {
+  for (const RecordFinding& finding : findings) {
     if (finding.kind == Kind::kRoot) return finding.ranks;
   }
   if (findings.empty() || !is_problem(findings.front().kind) || findings.front().kind == Kind::kFailed)
@@ -111,7 +111,7 @@ std::vector<int> cause_of(const std::vector<Finding>& findings) {
 
 /// `reference`: the host of the first record.
 std::vector<HostSummary> hosts_of(const Picture& picture, const std::string& reference,
-                                  std::vector<Finding>& findings) {
+                                  std::vector<RecordFinding>& findings) {
   constexpr int64_t kWorthTelling = 100'000'000;
   std::vector<HostSummary> hosts;
   for (const auto& [name, ranks] : picture.hosts()) {
@@ -158,17 +158,17 @@ std::string line_of(const RankSummary& rank) {
 
 }  // namespace
 
-const char* to_string(Finding::Kind kind) {
+const char* to_string(RecordFinding::Kind kind) {
   return kKinds.at(static_cast<size_t>(kind));
 }
 
-bool is_problem(Finding::Kind kind) {
+bool is_problem(RecordFinding::Kind kind) {
   return kind < Kind::kRoot;
 }
 
 bool Analysis::problem() const {
   return std::any_of(findings.begin(), findings.end(),
-                     [](const Finding& finding) { return is_problem(finding.kind); });
+                     [](const RecordFinding& finding) { return is_problem(finding.kind); });
 }
 
 Analysis analyze(std::vector<RankRecord> records) {
@@ -190,7 +190,7 @@ Analysis analyze(std::vector<RankRecord> records) {
   internal::find_circle_or_root(picture, waits, analysis.findings);
   analysis.hosts = hosts_of(picture, records.front().host, analysis.findings);
   std::stable_sort(analysis.findings.begin(), analysis.findings.end(),
-                   [](const Finding& a, const Finding& b) { return a.kind < b.kind; });
+                   [](const RecordFinding& a, const RecordFinding& b) { return a.kind < b.kind; });
   analysis.cause = cause_of(analysis.findings);
   if (picture.spans_hosts() && !analysis.cause.empty()) analysis.cause_text = picture.who(analysis.cause);
   return analysis;
@@ -253,7 +253,7 @@ std::string to_json(const Analysis& analysis) {
   }
   result["without_record"] = analysis.without_record;
   result["findings"] = ordered_json::array();
-  for (const Finding& finding : analysis.findings) {
+  for (const RecordFinding& finding : analysis.findings) {
     result["findings"].push_back({{"kind", to_string(finding.kind)},
                                   {"problem", is_problem(finding.kind)},
                                   {"ranks", finding.ranks},

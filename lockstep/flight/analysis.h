@@ -12,7 +12,7 @@
 namespace lockstep::flight {
 
 /// One thing that the records show.
-struct Finding {
+struct RecordFinding {
   enum class Kind {
     kMismatch,    // ranks called different operations at one place of a group's order
     kCircular,    // ranks wait for each other in a circle
@@ -35,9 +35,9 @@ struct Finding {
   std::string text = {};  // the whole of it, in one or several lines without a newline at the end
 };
 /// "mismatch", "circular", "missing", …
-const char* to_string(Finding::Kind kind);
+const char* to_string(RecordFinding::Kind kind);
 /// Whether it means that something is wrong.
-bool is_problem(Finding::Kind kind);
+bool is_problem(RecordFinding::Kind kind);
 
 /// What is known about one rank as a whole.
 struct RankSummary {
@@ -69,7 +69,7 @@ struct Analysis {
   std::string cause_text;          // with their hosts; empty in a job on one
   std::vector<RankSummary> ranks;  // those with a record of this run
   std::vector<int> without_record;
-  std::vector<Finding> findings;  // the most telling first
+  std::vector<RecordFinding> findings;  // the most telling first
 
   bool problem() const;
 };

@@ -24,7 +24,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
-using Kind = Finding::Kind;
+using Kind = RecordFinding::Kind;
 
 struct Situation {
   std::string name;
@@ -58,7 +58,7 @@ TEST_P(Situations, AreRecognised) {
   const Analysis analysis = analysis_of(situation);
   const std::string text = describe(analysis);
   ASSERT_FALSE(analysis.findings.empty()) << text;
-  const Finding& first = analysis.findings.front();
+  const RecordFinding& first = analysis.findings.front();
   EXPECT_STREQ(to_string(first.kind), to_string(situation.kind)) << text;
   EXPECT_EQ(first.ranks, situation.blamed) << text;
   for (const std::string& words : situation.words) EXPECT_THAT(text, HasSubstr(words));

@@ -50,9 +50,10 @@ std::vector<std::pair<const Wait*, int>> circle_in(const WaitsByRank& waits, con
   return path;
 }
 
-Finding describe_circle(const Picture& picture, const std::vector<std::pair<const Wait*, int>>& circle) {
-  Finding finding;
-  finding.kind = Finding::Kind::kCircular;
+RecordFinding describe_circle(const Picture& picture,
+                              const std::vector<std::pair<const Wait*, int>>& circle) {
+  RecordFinding finding;
+  finding.kind = RecordFinding::Kind::kCircular;
   bool certain = true;
   std::string lines;
   for (const auto& [wait, next] : circle) {
@@ -75,7 +76,7 @@ Finding describe_circle(const Picture& picture, const std::vector<std::pair<cons
 }  // namespace
 
 void find_circle_or_root(const Picture& picture, const std::vector<Wait>& waits,
-                         std::vector<Finding>& findings) {
+                         std::vector<RecordFinding>& findings) {
   WaitsByRank by_rank;
   for (const Wait& wait : waits) by_rank[wait.rank].push_back(&wait);
   const std::set<int> held = held_forever(by_rank);
@@ -93,8 +94,8 @@ void find_circle_or_root(const Picture& picture, const std::vector<Wait>& waits,
     return std::any_of(wait.on.begin(), wait.on.end(), [&](int rank) { return by_rank.contains(rank); });
   });
   if (!chain || roots.empty()) return;  // with a single hang, that says it all
-  Finding finding;
-  finding.kind = Finding::Kind::kRoot;
+  RecordFinding finding;
+  finding.kind = RecordFinding::Kind::kRoot;
   finding.ranks.assign(roots.begin(), roots.end());
   finding.text = "In the end all wait for " + picture.who(finding.ranks) + ", which " +
                  number(finding.ranks, "waits", "wait") + " for no other rank: begin there";

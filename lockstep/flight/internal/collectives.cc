@@ -222,8 +222,8 @@ std::vector<int> dissenters(const std::vector<Party>& parties) {
   return result;
 }
 
-Finding blank(const Scene& scene, const std::vector<Party>& parties) {
-  Finding finding;
+RecordFinding blank(const Scene& scene, const std::vector<Party>& parties) {
+  RecordFinding finding;
   finding.group = scene.group().name;
   finding.operation = parties.front().entry->operation;
   finding.sequence = scene.sequence;
@@ -234,8 +234,8 @@ Finding blank(const Scene& scene, const std::vector<Party>& parties) {
   return finding;
 }
 
-void describe_mismatch(const Scene& scene, const std::vector<Party>& parties, Finding& finding) {
-  finding.kind = Finding::Kind::kMismatch;
+void describe_mismatch(const Scene& scene, const std::vector<Party>& parties, RecordFinding& finding) {
+  finding.kind = RecordFinding::Kind::kMismatch;
   finding.ranks = dissenters(parties);
   const bool same_name = std::all_of(parties.begin(), parties.end(), [&](const Party& party) {
     return party.entry->operation == finding.operation;
@@ -247,9 +247,9 @@ void describe_mismatch(const Scene& scene, const std::vector<Party>& parties, Fi
 }
 
 void describe_missing(const Picture& all, const Scene& scene, const std::vector<Party>& parties,
-                      Finding& finding) {
+                      RecordFinding& finding) {
   constexpr size_t kMost = 8;
-  finding.kind = Finding::Kind::kMissing;
+  finding.kind = RecordFinding::Kind::kMissing;
   finding.ranks = scene.absent;
   finding.text = "HANG: " + all.who(scene.absent) + " " + number(scene.absent, "has", "have") +
                  " not called " + parties.front().terms.shown + ", " + scene.place() +
@@ -260,25 +260,25 @@ void describe_missing(const Picture& all, const Scene& scene, const std::vector<
 }
 
 /// All that are known called the same.
-void describe_agreement(const Scene& scene, const std::vector<Party>& parties, Finding& finding) {
+void describe_agreement(const Scene& scene, const std::vector<Party>& parties, RecordFinding& finding) {
   const bool failed = scene.first_end != std::numeric_limits<int64_t>::max();
   const std::string what = parties.front().terms.shown + ", " + scene.place();
   if (failed && scene.last_call > scene.first_end) {
-    finding.kind = Finding::Kind::kLate;
+    finding.kind = RecordFinding::Kind::kLate;
     finding.text = ": called by some when others had given it up, " +
                    seconds(scene.last_call - scene.first_call) + " after the first call";
   } else if (!scene.unknown.empty() || !scene.outdated.empty()) {
-    finding.kind = Finding::Kind::kUnknown;
+    finding.kind = RecordFinding::Kind::kUnknown;
     finding.ranks = scene.unknown;
     finding.ranks.insert(finding.ranks.end(), scene.outdated.begin(), scene.outdated.end());
     std::sort(finding.ranks.begin(), finding.ranks.end());
     finding.text = failed ? " failed" : " waits for ranks of which nothing is known";
   } else if (failed) {
-    finding.kind = Finding::Kind::kFailed;
+    finding.kind = RecordFinding::Kind::kFailed;
     finding.ranks = finding.waiting;
     finding.text = " failed, though all members called it alike";
   } else {
-    finding.kind = Finding::Kind::kInProgress;
+    finding.kind = RecordFinding::Kind::kInProgress;
     finding.text = " is in progress: all members are in it, or through it";
   }
   const std::string title = is_problem(finding.kind) ? (failed ? "FAILED: " : "HANG: ") : "";
@@ -287,14 +287,14 @@ void describe_agreement(const Scene& scene, const std::vector<Party>& parties, F
 
 }  // namespace
 
-void find_stuck_collectives(const Picture& picture, std::vector<Finding>& findings,
+void find_stuck_collectives(const Picture& picture, std::vector<RecordFinding>& findings,
                             std::vector<Wait>& waits) {
   for (const GroupPicture& group : picture.groups()) {
     const uint64_t sequence = open_sequence(group);
     if (sequence == 0) continue;
     const Scene scene = scene_of(picture, group, sequence);
     const std::vector<Party> parties = parties_of(scene);
-    Finding finding = blank(scene, parties);
+    RecordFinding finding = blank(scene, parties);
     if (!agree(parties)) {
       describe_mismatch(scene, parties, finding);
     } else if (!scene.absent.empty()) {
@@ -305,7 +305,7 @@ void find_stuck_collectives(const Picture& picture, std::vector<Finding>& findin
       }
     } else {
       describe_agreement(scene, parties, finding);
-      if (finding.kind == Finding::Kind::kLate) {
+      if (finding.kind == RecordFinding::Kind::kLate) {
         for (const auto& [rank, entry] : scene.present) {
           const int64_t called = picture.common(*group.views.at(rank).record, entry->created_ns);
           if (called > scene.first_end) finding.ranks.push_back(rank);

@@ -66,8 +66,8 @@ std::string other_side(const Side& side) {
   return side.sends ? "receive" : "send";
 }
 
-Finding blank(const Side& side) {
-  Finding finding;
+RecordFinding blank(const Side& side) {
+  RecordFinding finding;
   finding.waiting = {side.rank};
   finding.group = side.group->group.name;
   finding.operation = side.entry->operation;
@@ -86,15 +86,15 @@ std::string error_of(const Side& side) {
 
 /// Both sides are there. Told once, by the sender, if what they say differs; otherwise by the side that
 /// failed.
-void compare(const Side& side, int member, std::vector<Finding>& findings) {
+void compare(const Side& side, int member, std::vector<RecordFinding>& findings) {
   const GroupView& view = side.group->views.at(member);
   const Entry* other = counterpart(side, view);
   const Tensors& own = side.entry->inputs.sizes.empty() ? side.entry->outputs : side.entry->inputs;
-  Finding finding = blank(side);
+  RecordFinding finding = blank(side);
   if (other != nullptr) {
     const Tensors& theirs = other->outputs.sizes.empty() ? other->inputs : other->outputs;
     if (side.sends && (elements(own) != elements(theirs) || own.dtypes != theirs.dtypes)) {
-      finding.kind = Finding::Kind::kMismatch;
+      finding.kind = RecordFinding::Kind::kMismatch;
       finding.ranks = {side.rank, member};
       finding.text = "MISMATCH: " + finding.text + "\n  " + side.all->who({member}) + " is in " +
                      call_of(*other, side.group->group) + " at " + site_of(*other) + error_of(side);
@@ -103,18 +103,18 @@ void compare(const Side& side, int member, std::vector<Finding>& findings) {
     }
   }
   if (side.entry->state == State::kFailed) {
-    finding.kind = Finding::Kind::kFailed;
+    finding.kind = RecordFinding::Kind::kFailed;
     finding.ranks = {side.rank, member};
     finding.text = "FAILED: " + finding.text + error_of(side);
   } else {
-    finding.kind = Finding::Kind::kInProgress;
+    finding.kind = RecordFinding::Kind::kInProgress;
     finding.text += "; the other side, " + side.all->who({member}) + ", is there";
   }
   findings.push_back(std::move(finding));
 }
 
 /// `members` could be the other side; one of them is enough.
-void examine(const Side& side, const std::vector<int>& members, std::vector<Finding>& findings,
+void examine(const Side& side, const std::vector<int>& members, std::vector<RecordFinding>& findings,
              std::vector<Wait>& waits) {
   std::vector<int> lacking;
   std::vector<int> unknown;
@@ -123,15 +123,15 @@ void examine(const Side& side, const std::vector<int>& members, std::vector<Find
     if (peer == Peer::kMeets) return compare(side, member, findings);
     (peer == Peer::kLacks ? lacking : unknown).push_back(member);
   }
-  Finding finding = blank(side);
+  RecordFinding finding = blank(side);
   const std::string title = side.entry->pending() ? "HANG: " : "FAILED: ";
   if (!unknown.empty()) {
-    finding.kind = Finding::Kind::kUnknown;
+    finding.kind = RecordFinding::Kind::kUnknown;
     finding.ranks = unknown;
     finding.text = title + finding.text + "\n  nothing is known of " + side.all->who(unknown) +
                    ": no record, or one written before; write one: kill -USR1 PID";
   } else {
-    finding.kind = Finding::Kind::kUnmatched;
+    finding.kind = RecordFinding::Kind::kUnmatched;
     finding.ranks = lacking;
     finding.text = title + finding.text + "\n  " + side.all->who(lacking) + " " +
                    number(lacking, "has", "have") + " called no matching " + other_side(side);
@@ -147,7 +147,7 @@ void examine(const Side& side, const std::vector<int>& members, std::vector<Find
 
 }  // namespace
 
-void find_unmatched_messages(const Picture& picture, std::vector<Finding>& findings,
+void find_unmatched_messages(const Picture& picture, std::vector<RecordFinding>& findings,
                              std::vector<Wait>& waits) {
   const size_t most = findings.size() + kMostFindings;
   for (const GroupPicture& group : picture.groups()) {

@@ -104,12 +104,13 @@ inline const char* number(const std::vector<int>& ranks, const char* one, const 
 }
 
 /// The first open place of each group's collectives.
-void find_stuck_collectives(const Picture& picture, std::vector<Finding>& findings, std::vector<Wait>& waits);
+void find_stuck_collectives(const Picture& picture, std::vector<RecordFinding>& findings,
+                            std::vector<Wait>& waits);
 /// Sends and receives that miss their other side.
-void find_unmatched_messages(const Picture& picture, std::vector<Finding>& findings,
+void find_unmatched_messages(const Picture& picture, std::vector<RecordFinding>& findings,
                              std::vector<Wait>& waits);
 /// A circle among the waits, or else the ranks for which all wait in the end.
 void find_circle_or_root(const Picture& picture, const std::vector<Wait>& waits,
-                         std::vector<Finding>& findings);
+                         std::vector<RecordFinding>& findings);
 
 }  // namespace lockstep::flight::internal
