@@ -95,10 +95,10 @@ std::string trace_of(int64_t bytes, int ranks, const fs::path& folder) {
   std::vector<int> all(static_cast<size_t>(ranks));
   for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int>(i);
   lockstep::set_world_defaults({.rank = 0, .world_size = ranks});
-  const auto group = std::make_shared<const lockstep::flight::Group>(
-      lockstep::flight::Group{.name = "default", .ranks = all, .rank = 0, .key = "default"});
+  const auto group = std::make_shared<const lockstep::flight::ObservedGroup>(
+      lockstep::flight::ObservedGroup{.name = "default", .ranks = all, .rank = 0, .key = "default"});
   const std::vector<at::Tensor> tensors = {at::ones({4})};
-  lockstep::flight::Operation operation;
+  lockstep::flight::ObservedOperation operation;
   operation.kind = "all_reduce";
   operation.inputs = operation.outputs = &tensors;
   Profiler profiler;

@@ -88,8 +88,8 @@ class NcclBackend final : public ProcessGroupNCCL {
   NcclBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const NcclGroup& group)
       : ProcessGroupNCCL(store, rank, size, torch_options(group)),
         global_rank_(group.global_ranks.at(static_cast<size_t>(rank))),
-        records_(std::make_shared<const flight::Group>(
-                     flight::Group{group.name + " (nccl)", group.global_ranks, rank}),
+        records_(std::make_shared<const flight::ObservedGroup>(
+                     flight::ObservedGroup{group.name + " (nccl)", group.global_ranks, rank}),
                  // With blocking wait there is no watchdog to tell.
                  /*watched=*/!c10d::getCvarBool(c10d::TORCH_NCCL_BLOCKING_WAIT, false),
                  [rank = global_rank_](const char*) { write_nccl_trace(rank); }) {}
@@ -216,7 +216,7 @@ class NcclBackend final : public ProcessGroupNCCL {
   template <class Options>
   WorkPtr record(const char* kind, const Tensors& inputs, const Tensors& outputs, const Options& options,
                  const std::function<WorkPtr()>& start) {
-    flight::Operation operation;
+    flight::ObservedOperation operation;
     operation.kind = kind;
     operation.inputs = &inputs;
     operation.outputs = &outputs;
@@ -229,7 +229,7 @@ class NcclBackend final : public ProcessGroupNCCL {
 
   WorkPtr message(const char* kind, const Tensors& tensors, int peer, int tag,
                   const std::function<WorkPtr()>& start) {
-    flight::Operation operation;
+    flight::ObservedOperation operation;
     operation.kind = kind;
     operation.point_to_point = true;
     operation.peer = peer;
@@ -240,7 +240,7 @@ class NcclBackend final : public ProcessGroupNCCL {
     return run(std::move(operation), start);
   }
 
-  WorkPtr run(flight::Operation operation, const std::function<WorkPtr()>& start) {
+  WorkPtr run(flight::ObservedOperation operation, const std::function<WorkPtr()>& start) {
     struct Inside {
       Inside() { ++inside_; }
       ~Inside() { --inside_; }

@@ -18,7 +18,7 @@ namespace {
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 /// "all_reduce (sequence 3, SUM) failed on rank 1 of group 'default'"
-std::string title_of(const flight::Group& group, const flight::Operation& operation) {
+std::string title_of(const flight::ObservedGroup& group, const flight::ObservedOperation& operation) {
   const auto global = [&](int rank) { return group.ranks.at(static_cast<size_t>(rank)); };
   const std::string_view kind = operation.kind;
   std::ostringstream text;
@@ -37,7 +37,7 @@ std::string title_of(const flight::Group& group, const flight::Operation& operat
 }  // namespace
 
 struct OperationRecords::State {
-  std::shared_ptr<const flight::Group> group;
+  std::shared_ptr<const flight::ObservedGroup> group;
   OnFailure on_failure;
   std::mutex mutex;
   uint64_t collectives = 0;
@@ -77,14 +77,14 @@ struct OperationRecords::State {
   }
 };
 
-OperationRecords::OperationRecords(std::shared_ptr<const flight::Group> group, bool watched,
+OperationRecords::OperationRecords(std::shared_ptr<const flight::ObservedGroup> group, bool watched,
                                    OnFailure on_failure)
     : state_(std::make_shared<State>()), watched_(watched) {
   state_->group = std::move(group);
   state_->on_failure = std::move(on_failure);
 }
 
-WorkPtr OperationRecords::run(flight::Operation operation, const std::function<WorkPtr()>& start) {
+WorkPtr OperationRecords::run(flight::ObservedOperation operation, const std::function<WorkPtr()>& start) {
   poll();
   Pending pending;
   {

@@ -22,12 +22,12 @@ class OperationRecords {
   /// watchdog's.
   using OnFailure = std::function<void(const char* reason)>;
 
-  OperationRecords(std::shared_ptr<const flight::Group> group, bool watched, OnFailure on_failure);
+  OperationRecords(std::shared_ptr<const flight::ObservedGroup> group, bool watched, OnFailure on_failure);
 
   /// Runs `start`, which submits the operation, and records it. `operation.sequence` is numbered here,
   /// separately for point-to-point operations. What `start` throws goes on to the caller, with the operation
   /// named in it. A null work is one of a batch: the batch's own work follows, see end_batch().
-  c10::intrusive_ptr<c10d::Work> run(flight::Operation operation,
+  c10::intrusive_ptr<c10d::Work> run(flight::ObservedOperation operation,
                                      const std::function<c10::intrusive_ptr<c10d::Work>()>& start);
   /// Operations from here to end_batch() end with the batch's work.
   void begin_batch();
@@ -43,7 +43,7 @@ class OperationRecords {
   struct Pending {
     uint64_t key = 0;                     // in order of submission
     uint64_t record = 0;                  // the flight recorder's; 0 when that is off
-    flight::Operation operation;          // without its tensors and purpose
+    flight::ObservedOperation operation;  // without its tensors and purpose
     c10::intrusive_ptr<c10d::Work> work;  // null where a future tells
   };
 

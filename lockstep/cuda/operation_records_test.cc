@@ -48,16 +48,17 @@ class StandIn final : public c10d::Work {
 
 struct Fixture {
   explicit Fixture(bool watched = true)
-      : records(std::make_shared<const flight::Group>(flight::Group{"default (nccl)", {4, 7}, 1}), watched,
-                [this](const char* reason) { reasons.emplace_back(reason); }) {}
+      : records(
+            std::make_shared<const flight::ObservedGroup>(flight::ObservedGroup{"default (nccl)", {4, 7}, 1}),
+            watched, [this](const char* reason) { reasons.emplace_back(reason); }) {}
 
   c10::intrusive_ptr<StandIn> submit(const char* kind = "all_reduce", bool tells = true) {
     auto work = c10::make_intrusive<StandIn>(tells);
     records.run(operation(kind), [&] { return work; });
     return work;
   }
-  flight::Operation operation(const char* kind) {
-    flight::Operation one;
+  flight::ObservedOperation operation(const char* kind) {
+    flight::ObservedOperation one;
     one.kind = kind;
     one.detail = "SUM";
     one.inputs = &tensors;

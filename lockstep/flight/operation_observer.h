@@ -16,7 +16,7 @@
 namespace lockstep::flight {
 
 /// The members of a group; made once for each group.
-struct Group {
+struct ObservedGroup {
   std::string name;
   std::vector<int> ranks;               // global, in group order
   int rank = 0;                         // this process's, within the group
@@ -25,7 +25,7 @@ struct Group {
 };
 
 /// What is known about an operation when it is submitted.
-struct Operation {
+struct ObservedOperation {
   const char* kind = "";  // "all_reduce"; static storage
   uint64_t sequence = 0;  // of the group's collectives, or of its point-to-point operations; from 1
   bool point_to_point = false;
@@ -49,7 +49,7 @@ class OperationObserver {
  public:
   virtual ~OperationObserver() = default;
   /// `id`: no other operation of this process has it.
-  virtual void scheduled(uint64_t id, const Group& group, const Operation& operation) = 0;
+  virtual void scheduled(uint64_t id, const ObservedGroup& group, const ObservedOperation& operation) = 0;
   virtual void started(uint64_t id) = 0;
   /// `error`: null where it succeeded.
   virtual void ended(uint64_t id, const std::string* error) = 0;
@@ -65,7 +65,7 @@ void detach(const std::shared_ptr<OperationObserver>& observer);
 /// Tells of a new operation and returns its id, for the functions below; 0, which they ignore, when there is neither a
 /// recorder nor an observer. Throws c10::ValueError at the process's first call when LOCKSTEP_FLIGHT_RECORDS is
 /// malformed (watch_signal() does so before).
-uint64_t scheduled(const std::shared_ptr<const Group>& group, const Operation& operation);
+uint64_t scheduled(const std::shared_ptr<const ObservedGroup>& group, const ObservedOperation& operation);
 void started(uint64_t id);
 void completed(uint64_t id);
 /// After the first end, others of the same operation are ignored, where the recorder is on.

@@ -23,7 +23,7 @@ using testing::run_ranks;
 /// Writes down what it hears.
 class Listener : public OperationObserver {
  public:
-  void scheduled(uint64_t id, const Group& group, const Operation& operation) override {
+  void scheduled(uint64_t id, const ObservedGroup& group, const ObservedOperation& operation) override {
     std::lock_guard lock(mutex_);
     const auto& inputs = *operation.inputs;
     heard.push_back("scheduled " + std::to_string(id) + ": " + operation.kind + " " +
@@ -46,9 +46,9 @@ class Listener : public OperationObserver {
 };
 
 uint64_t call(uint64_t sequence) {
-  const auto group = std::make_shared<const Group>(Group{"default", {0, 1}, 0});
+  const auto group = std::make_shared<const ObservedGroup>(ObservedGroup{"default", {0, 1}, 0});
   const std::vector<at::Tensor> inputs{at::ones({2, 3})};
-  Operation operation;
+  ObservedOperation operation;
   operation.kind = "all_reduce";
   operation.sequence = sequence;
   operation.inputs = &inputs;

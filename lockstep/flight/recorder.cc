@@ -88,7 +88,7 @@ class TensorList {
 /// An operation as the ring holds it.
 struct Slot {
   uint64_t id = 0;
-  std::shared_ptr<const Group> group;
+  std::shared_ptr<const ObservedGroup> group;
   const char* kind = "";
   uint64_t sequence = 0;
   std::string detail;
@@ -136,7 +136,7 @@ class Recorder {
   }
 
   /// Gives the next id; keeps nothing when the recorder is off.
-  uint64_t schedule(const std::shared_ptr<const Group>& group, const Operation& operation);
+  uint64_t schedule(const std::shared_ptr<const ObservedGroup>& group, const ObservedOperation& operation);
   /// False for an operation that has ended, or come so far, before; true if the ring does not know it any more.
   bool advance(uint64_t id, State state, const std::string* error);
   std::string dump(const std::string& reason, bool forced = false);
@@ -172,7 +172,8 @@ class Recorder {
   std::string owed_;          // reason of a dump that came too soon after others
 };
 
-uint64_t Recorder::schedule(const std::shared_ptr<const Group>& group, const Operation& operation) {
+uint64_t Recorder::schedule(const std::shared_ptr<const ObservedGroup>& group,
+                            const ObservedOperation& operation) {
   const int64_t now = now_ns();
   std::lock_guard lock(ring_mutex_);
   const uint64_t id = ++last_id_;
@@ -220,12 +221,12 @@ RankRecord Recorder::snapshot() const {
   const uint64_t lost = last_id_ - std::min<uint64_t>(last_id_, slots_.size());
   const uint64_t first = std::max(lost, before_world_) + 1;
   record.overwritten = first - 1 - before_world_;
-  std::map<const Group*, int> numbers;
+  std::map<const ObservedGroup*, int> numbers;
   for (uint64_t id = first; id <= last_id_; ++id) {
     const Slot& slot = slots_[(id - 1) % slots_.size()];
     const auto [number, fresh] = numbers.emplace(slot.group.get(), static_cast<int>(numbers.size()));
     if (fresh) {
-      const Group& group = *slot.group;
+      const ObservedGroup& group = *slot.group;
       record.groups.push_back(
           {group.key.empty() ? group.name : group.key, group.name, group.ranks, group.hosts});
       if (!group.hosts.empty()) record.host = group.hosts.at(static_cast<size_t>(group.rank));
@@ -286,7 +287,7 @@ std::string Recorder::write(const std::string& reason) {
     record.realtime_ns = clock_ns(CLOCK_REALTIME);
     if (!place_ && last_id_ > before_world_) {
       // Groups used without init_process_group: the place is as the last of them says.
-      const Group& group = *slots_[(last_id_ - 1) % slots_.size()].group;
+      const ObservedGroup& group = *slots_[(last_id_ - 1) % slots_.size()].group;
       const int rank = group.ranks.at(static_cast<size_t>(group.rank));
       place_ = WorldDefaults{rank, *std::max_element(group.ranks.begin(), group.ranks.end()) + 1};
     }
@@ -409,7 +410,7 @@ void step(uint64_t id, State state, const std::string* error, const Call& call) 
 
 }  // namespace
 
-uint64_t scheduled(const std::shared_ptr<const Group>& group, const Operation& operation) {
+uint64_t scheduled(const std::shared_ptr<const ObservedGroup>& group, const ObservedOperation& operation) {
   Recorder& own = recorder();
   if (!own.on() && !own.observers().any()) return 0;
   const uint64_t id = own.schedule(group, operation);

@@ -33,10 +33,10 @@ using ::testing::IsEmpty;
 using testing::run_ranks;
 using testing::run_ranks_collect;
 
-const auto kGroup = std::make_shared<const Group>(Group{"default", {0, 1}, 0});
+const auto kGroup = std::make_shared<const ObservedGroup>(ObservedGroup{"default", {0, 1}, 0});
 
 uint64_t record(uint64_t sequence, const std::vector<at::Tensor>& inputs = {}) {
-  Operation operation;
+  ObservedOperation operation;
   operation.kind = "all_reduce";
   operation.sequence = sequence;
   operation.detail = "SUM";
@@ -57,11 +57,11 @@ TEST(FlightRecorder, WritesWhatItWasToldAndTheReaderReadsIt) {
   alone([] {
     RecordFolder folder;
     set_world_defaults({.rank = 1, .world_size = 3});
-    const auto group = std::make_shared<const Group>(Group{"pair", {2, 1}, 1, "group/7"});
+    const auto group = std::make_shared<const ObservedGroup>(ObservedGroup{"pair", {2, 1}, 1, "group/7"});
     completed(record(1, {at::ones({2, 3}), at::ones({}, at::kLong)}));
     failed(record(2), "peer \"2\" died\n\xff");
     const std::vector<at::Tensor> buffer{at::ones({5}, at::kBFloat16)};
-    Operation message;
+    ObservedOperation message;
     message.kind = "recv";
     message.sequence = 1;
     message.point_to_point = true;
@@ -209,8 +209,8 @@ TEST(FlightRecorder, ForgetsTheOperationsOfAnEarlierWorld) {
     set_world_defaults({.rank = 0, .world_size = 1});
     watch_signal();
     EXPECT_THAT(read_file(dump("test")).entries, IsEmpty());
-    const auto own = std::make_shared<const Group>(Group{"default", {0}, 0});
-    Operation operation;
+    const auto own = std::make_shared<const ObservedGroup>(ObservedGroup{"default", {0}, 0});
+    ObservedOperation operation;
     operation.kind = "barrier";
     operation.sequence = 1;
     scheduled(own, operation);
@@ -228,8 +228,8 @@ TEST(FlightRecorder, NamesARankAsItWasWhenTheJobBegan) {
     RecordFolder folder;
     set_world_defaults({.rank = 1, .world_size = 2, .job_rank = 2, .job_size = 3});  // after a shrink_group()
     watch_signal();
-    const auto survivors = std::make_shared<const Group>(Group{"default", {0, 2}, 1});
-    Operation operation;
+    const auto survivors = std::make_shared<const ObservedGroup>(ObservedGroup{"default", {0, 2}, 1});
+    ObservedOperation operation;
     operation.kind = "barrier";
     operation.sequence = 1;
     scheduled(survivors, operation);

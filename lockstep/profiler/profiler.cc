@@ -46,7 +46,7 @@ bool has_cuda() {
 using nlohmann::ordered_json;
 
 /// As torch writes it. With line breaks and a blank behind each colon, for HTA looks for `"rank": 0` with a blank.
-std::string distributed_info(const WorldDefaults& world, const std::vector<flight::Group>& groups) {
+std::string distributed_info(const WorldDefaults& world, const std::vector<flight::ObservedGroup>& groups) {
   std::vector<int> all(static_cast<size_t>(world.world_size));
   for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int>(i);
   ordered_json configuration = ordered_json::array();
@@ -59,7 +59,7 @@ std::string distributed_info(const WorldDefaults& world, const std::vector<fligh
                              {"ranks", ranks}});
   };
   add("0", "default_pg", all);
-  for (const flight::Group& group : groups) {
+  for (const flight::ObservedGroup& group : groups) {
     if (group.ranks != all) add(group.name, group.name, group.ranks);
   }
   return ordered_json{{"backend", "lockstep"},

@@ -68,8 +68,8 @@ std::map<std::string, int64_t> counts(Profiler& profile) {
 /// What a backend tells of an operation.
 uint64_t tell_operation(const std::vector<at::Tensor>& tensors, uint64_t sequence) {
   static const auto group =
-      std::make_shared<const flight::Group>(flight::Group{"pair", {3, 5}, 1, "key-of-pair"});
-  flight::Operation operation;
+      std::make_shared<const flight::ObservedGroup>(flight::ObservedGroup{"pair", {3, 5}, 1, "key-of-pair"});
+  flight::ObservedOperation operation;
   operation.kind = "all_reduce";
   operation.sequence = sequence;
   operation.detail = "SUM";

@@ -86,7 +86,7 @@ CallSite::CallSite(std::string_view purpose, const std::source_location& where)
 CallSite::~CallSite() {
   call_site = before_;
 }
-void CallSite::tell(flight::Operation& operation) {
+void CallSite::tell(flight::ObservedOperation& operation) {
   if (call_site == nullptr) return;
   operation.where = call_site->where_;
   operation.purpose = call_site->purpose_;
@@ -109,11 +109,11 @@ LockstepBackend::LockstepBackend(std::shared_ptr<GroupChannel> channel, Settings
   options_->group_name = settings_.name;
   options_->between_hosts = settings_.between_hosts;
   options_->global_ranks_in_group.assign(settings_.global_ranks.begin(), settings_.global_ranks.end());
-  flight::Group group{settings_.name, settings_.global_ranks, rank_};
+  flight::ObservedGroup group{settings_.name, settings_.global_ranks, rank_};
   if (channel_->transport().spans_hosts()) {
     for (int rank = 0; rank < size_; ++rank) group.hosts.push_back(channel_->host_name(rank));
   }
-  flight_group_ = std::make_shared<const flight::Group>(std::move(group));
+  flight_group_ = std::make_shared<const flight::ObservedGroup>(std::move(group));
 }
 
 LockstepBackend::~LockstepBackend() {
@@ -202,7 +202,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
   };
   const auto numbered = [&](uint64_t number) {
     identity->number = number;
-    flight::Operation record;
+    flight::ObservedOperation record;
     record.kind = lockstep::to_string(signature.kind);
     record.sequence = number;
     record.peer = signature.root;
@@ -249,7 +249,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::message(bool is_send, const at::
                                .group_name = settings_.name,
                                .number = messages_.fetch_add(1, std::memory_order_relaxed) + 1,
                                .gloos_words = settings_.stands_in_for_gloo};
-  flight::Operation record;
+  flight::ObservedOperation record;
   record.kind = name;
   record.sequence = message.number;
   record.point_to_point = true;

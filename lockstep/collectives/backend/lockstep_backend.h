@@ -34,7 +34,7 @@ class CallSite {
   CallSite(const CallSite&) = delete;
   CallSite& operator=(const CallSite&) = delete;
   ~CallSite();
-  static void tell(flight::Operation& operation);
+  static void tell(flight::ObservedOperation& operation);
 
  private:
   const CallSite* before_;
@@ -234,7 +234,7 @@ class LockstepBackend : public c10d::Backend {
   std::atomic<std::chrono::milliseconds::rep> timeout_ms_;
   std::shared_ptr<StagingArea> staging_;
   std::shared_ptr<OperationQueue> queue_;
-  std::shared_ptr<const flight::Group> flight_group_;
+  std::shared_ptr<const flight::ObservedGroup> flight_group_;
   std::atomic<uint64_t> messages_{0};  // sends and receives so far
   std::atomic<uint64_t> monitored_barriers_{0};
 };

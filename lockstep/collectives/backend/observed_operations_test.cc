@@ -28,7 +28,8 @@ class Listener : public flight::OperationObserver {
     bool ended = false;
     std::string error = {};
   };
-  void scheduled(uint64_t id, const flight::Group& group, const flight::Operation& operation) override {
+  void scheduled(uint64_t id, const flight::ObservedGroup& group,
+                 const flight::ObservedOperation& operation) override {
     std::lock_guard lock(mutex_);
     size_t bytes = 0;
     for (const auto* tensors : {operation.inputs, operation.outputs}) {

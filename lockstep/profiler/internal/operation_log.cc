@@ -25,7 +25,7 @@ Size size_of(const std::vector<at::Tensor>* tensors) {
   return size;
 }
 
-std::string dtype_of(const flight::Operation& operation) {
+std::string dtype_of(const flight::ObservedOperation& operation) {
   for (const auto* tensors : {operation.inputs, operation.outputs}) {
     if (tensors == nullptr) continue;
     for (const at::Tensor& tensor : *tensors) {
@@ -43,9 +43,9 @@ std::string call_text(const std::source_location& where) {
 
 }  // namespace
 
-size_t OperationLog::place_of(const flight::Group& group) {
+size_t OperationLog::place_of(const flight::ObservedGroup& group) {
   for (size_t i = content_.groups.size(); i-- > 0;) {
-    const flight::Group& known = content_.groups[i];
+    const flight::ObservedGroup& known = content_.groups[i];
     if (known.name == group.name && known.key == group.key && known.rank == group.rank &&
         known.ranks == group.ranks) {
       return i;
@@ -55,7 +55,8 @@ size_t OperationLog::place_of(const flight::Group& group) {
   return content_.groups.size() - 1;
 }
 
-void OperationLog::scheduled(uint64_t id, const flight::Group& group, const flight::Operation& operation) {
+void OperationLog::scheduled(uint64_t id, const flight::ObservedGroup& group,
+                             const flight::ObservedOperation& operation) {
   LoggedOperation logged;
   logged.scheduled_ns = c10::getTime();
   logged.kind = operation.kind;

@@ -36,11 +36,12 @@ struct LoggedOperation {
 class OperationLog : public flight::OperationObserver {
  public:
   struct Content {
-    std::vector<flight::Group> groups;
+    std::vector<flight::ObservedGroup> groups;
     std::vector<LoggedOperation> operations;
   };
 
-  void scheduled(uint64_t id, const flight::Group& group, const flight::Operation& operation) override;
+  void scheduled(uint64_t id, const flight::ObservedGroup& group,
+                 const flight::ObservedOperation& operation) override;
   void started(uint64_t id) override;
   void ended(uint64_t id, const std::string* error) override;
 
@@ -48,7 +49,7 @@ class OperationLog : public flight::OperationObserver {
   Content take();
 
  private:
-  size_t place_of(const flight::Group& group);
+  size_t place_of(const flight::ObservedGroup& group);
 
   std::mutex mutex_;
   Content content_;                  // guarded by mutex_

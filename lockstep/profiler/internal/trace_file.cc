@@ -71,7 +71,7 @@ void add_scopes(const std::vector<ThreadScope>& scopes, EventWriter& writer) {
   }
 }
 
-ordered_json operation_arguments(const flight::Group& group, const LoggedOperation& operation) {
+ordered_json operation_arguments(const flight::ObservedGroup& group, const LoggedOperation& operation) {
   // Names as those of record_param_comms, where torch has one.
   ordered_json arguments = {
       {"Collective name", operation.kind},
@@ -111,7 +111,7 @@ void add_operations(OperationLog::Content content, const std::string& prefix, Ev
   int64_t rows = kFirstLane;
   for (const LoggedOperation& operation : content.operations) {
     if (operation.started_ns == 0 || operation.ended_ns == 0) continue;
-    const flight::Group& group = content.groups[operation.group];
+    const flight::ObservedGroup& group = content.groups[operation.group];
     std::vector<Lane>& of_group = lanes[operation.group];
     auto lane = std::find_if(of_group.begin(), of_group.end(),
                              [&](const Lane& one) { return one.end_ns <= operation.started_ns; });

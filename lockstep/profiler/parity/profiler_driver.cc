@@ -136,8 +136,8 @@ void profile_model() {
 void write_traces(const std::string& folder, int rank) {
   const Model model;
   lockstep::set_world_defaults({.rank = rank, .world_size = 2});
-  const auto group = std::make_shared<const lockstep::flight::Group>(
-      lockstep::flight::Group{"default", {0, 1}, rank, "key"});
+  const auto group = std::make_shared<const lockstep::flight::ObservedGroup>(
+      lockstep::flight::ObservedGroup{"default", {0, 1}, rank, "key"});
   const std::vector<torch::Tensor> tensors = {torch::ones({1000})};
   ProfilerOptions options = all_options();
   options.schedule = lockstep::profiler::schedule({.warmup = 1, .active = 3, .repeat = 2});
@@ -147,7 +147,7 @@ void write_traces(const std::string& folder, int rank) {
   Profiler profile(options);
   for (uint64_t step = 1; step <= 8; ++step) {
     model.step();
-    lockstep::flight::Operation operation;
+    lockstep::flight::ObservedOperation operation;
     operation.kind = "all_reduce";
     operation.sequence = step;
     operation.inputs = operation.outputs = &tensors;
