@@ -28,7 +28,7 @@ namespace {
 using transport::HostTransport;
 
 /// Ends groups that are out of the registry already: an operation may still have to finish.
-void end_group(Group& group, bool abort) {
+void end_group(RegisteredGroup& group, bool abort) {
   LOCKSTEP_LOG(kInfo) << (abort ? "aborts" : "destroys") << " group '" << group.name << "'";
   if (abort) group.backend->abort();  // first: the others learn of it at once, and NCCL's takes its time
   device_backends::end(group, abort);

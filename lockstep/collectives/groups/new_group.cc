@@ -81,7 +81,7 @@ std::string refusal_of(DefaultWorld& world, const std::string& name) {
 }
 
 /// Registers the group, and gives its handle out.
-ProcessGroup finish(DefaultWorld& world, std::shared_ptr<Group> group, const Plan& plan) {
+ProcessGroup finish(DefaultWorld& world, std::shared_ptr<RegisteredGroup> group, const Plan& plan) {
   ProcessGroup handle = group->handle;
   registry::add(world, std::move(group));
   LOCKSTEP_LOG(kInfo) << "made group '" << plan.name << "' (" << plan.description << ") of "
@@ -165,7 +165,7 @@ struct Split {
   Plan plan;                   // of this process's group, or the first one if it is in none
 };
 
-Split plan_split(DefaultWorld& world, Group& parent, RankLists lists, Plan plan) {
+Split plan_split(DefaultWorld& world, RegisteredGroup& parent, RankLists lists, Plan plan) {
   const auto number = std::to_string(parent.splits.fetch_add(1));
   if (plan.description.empty()) plan.description = parent.handle->getGroupDesc() + ":split:" + number;
   for (auto& list : lists) std::sort(list.begin(), list.end());

@@ -22,7 +22,7 @@ using shrinking::Shrunk;
 
 /// The new group, but for its ranks. Its name differs from that of all groups before it, for the flight
 /// recorder.
-Plan plan_shrunk(const Group& old, const ShrinkOptions& options) {
+Plan plan_shrunk(const RegisteredGroup& old, const ShrinkOptions& options) {
   Plan plan;
   plan.name = old.first_name + ":shrunk:" + std::to_string(old.times_shrunk + 1);
   plan.backend_name = old.backend_name;
@@ -32,15 +32,16 @@ Plan plan_shrunk(const Group& old, const ShrinkOptions& options) {
   return plan;
 }
 
-std::shared_ptr<Group> shrunk_group_of(const DefaultWorld& world, const Plan& plan, const Group& old,
-                                       const Shrunk& channels) {
+std::shared_ptr<RegisteredGroup> shrunk_group_of(const DefaultWorld& world, const Plan& plan,
+                                                 const RegisteredGroup& old, const Shrunk& channels) {
   auto group = group_making::group_of(world, plan, channels.channel);
   group->first_name = old.first_name;
   group->times_shrunk = old.times_shrunk + 1;
   return group;
 }
 
-void log_shrunk(const DefaultWorld& world, const Group& old, const Group& made, const Shrunk& channels) {
+void log_shrunk(const DefaultWorld& world, const RegisteredGroup& old, const RegisteredGroup& made,
+                const Shrunk& channels) {
   std::vector<int> survivors;
   for (int rank = 0; rank < channels.channel->size(); ++rank) {
     survivors.push_back(channels.channel->job_rank(rank));
@@ -51,7 +52,7 @@ void log_shrunk(const DefaultWorld& world, const Group& old, const Group& made, 
 }
 
 /// All groups of the world but the one that was shrunk, whose ranks mean nothing any more.
-void abort_other_groups(DefaultWorld& world, const Group& shrunk) {
+void abort_other_groups(DefaultWorld& world, const RegisteredGroup& shrunk) {
   std::string names;
   for (const auto& group : registry::all(world)) {
     if (group.get() == &shrunk) continue;
@@ -84,7 +85,7 @@ std::shared_ptr<DefaultWorld> successor_of(const DefaultWorld& world, const Shru
   return successor;
 }
 
-ProcessGroup shrink_default_group(DefaultWorld& world, const std::shared_ptr<Group>& old,
+ProcessGroup shrink_default_group(DefaultWorld& world, const std::shared_ptr<RegisteredGroup>& old,
                                   const std::vector<int>& ranks_to_exclude, int shrink_flags,
                                   const ShrinkOptions& options) {
   std::lock_guard making(world.making);
@@ -109,7 +110,7 @@ ProcessGroup shrink_default_group(DefaultWorld& world, const std::shared_ptr<Gro
   return group->handle;
 }
 
-ProcessGroup shrink_further_group(DefaultWorld& world, const std::shared_ptr<Group>& old,
+ProcessGroup shrink_further_group(DefaultWorld& world, const std::shared_ptr<RegisteredGroup>& old,
                                   const std::vector<int>& ranks_to_exclude, int shrink_flags,
                                   const ShrinkOptions& options) {
   std::lock_guard splitting(old->splitting);

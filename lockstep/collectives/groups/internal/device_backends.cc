@@ -47,7 +47,7 @@ void check_all_succeeded(LockstepBackend& backend, bool succeeded, const group_m
                    " could not make a NCCL backend; that rank's own error says more");
 }
 
-c10::intrusive_ptr<c10d::Backend> open_nccl(Group& group, const DefaultWorld& world,
+c10::intrusive_ptr<c10d::Backend> open_nccl(RegisteredGroup& group, const DefaultWorld& world,
                                             const group_making::Plan& plan) {
   // NCCL's members meet in the store, and a name may have been used before.
   const std::string prefix = c10::str("nccl/", plan.name, "/", common_number(*group.backend));
@@ -70,7 +70,7 @@ c10::intrusive_ptr<c10d::Backend> open_nccl(Group& group, const DefaultWorld& wo
 
 /// Never throws: the group ends in any case.
 template <class Body>
-void for_each_backend(const Group& group, const char* what, const Body& body) {
+void for_each_backend(const RegisteredGroup& group, const char* what, const Body& body) {
   if (group.device_backends.empty() || group.backend->channel().transport().in_forked_child()) return;
   for (const auto& [device, backend] : group.device_backends) {
     try {
@@ -105,7 +105,7 @@ std::string agree(const group_making::Gather& gather, const std::string& call, i
   return backend;
 }
 
-void open(Group& group, const DefaultWorld& world, const group_making::Plan& plan) {
+void open(RegisteredGroup& group, const DefaultWorld& world, const group_making::Plan& plan) {
   group.nccl = plan.nccl;
   for (const auto& [device, name] : backend_names::by_device(plan.backend_name)) {
     if (name == backend_names::kLockstep) {
@@ -122,16 +122,16 @@ void open(Group& group, const DefaultWorld& world, const group_making::Plan& pla
   group.handle->setDefaultBackend(BackendType::CUSTOM);
 }
 
-void set_timeout(const Group& group, std::chrono::milliseconds timeout) {
+void set_timeout(const RegisteredGroup& group, std::chrono::milliseconds timeout) {
   for_each_backend(group, "setting the timeout of",
                    [&](c10d::Backend& backend) { backend.setTimeout(timeout); });
 }
 
-void abort(const Group& group) {
+void abort(const RegisteredGroup& group) {
   for_each_backend(group, "aborting", [](c10d::Backend& backend) { backend.abort(); });
 }
 
-void end(const Group& group, bool aborting) {
+void end(const RegisteredGroup& group, bool aborting) {
   auto& channel = group.backend->channel();
   if (group.device_backends.empty() || channel.transport().in_forked_child()) return;
   bool broken = aborting || channel.failed();

@@ -20,14 +20,14 @@ std::string agree(const group_making::Gather& gather, const std::string& call, i
 
 /// Makes the backends that the plan asks for, and tells the group's handle which backend serves which device.
 /// Collective over the members where it makes any; then all members have them, or all throw.
-void open(Group& group, const DefaultWorld& world, const group_making::Plan& plan);
+void open(RegisteredGroup& group, const DefaultWorld& world, const group_making::Plan& plan);
 
-void set_timeout(const Group& group, std::chrono::milliseconds timeout);
+void set_timeout(const RegisteredGroup& group, std::chrono::milliseconds timeout);
 
 /// Fails what they do, on this rank; NCCL's peers find out by themselves. Never throws.
-void abort(const Group& group);
+void abort(const RegisteredGroup& group);
 /// Ends them: finishes what was submitted, unless `aborting`, the group has failed, or a peer has ended
 /// without leaving it, for which NCCL would wait for ever. Never throws.
-void end(const Group& group, bool aborting);
+void end(const RegisteredGroup& group, bool aborting);
 
 }  // namespace lockstep::device_backends

@@ -84,8 +84,8 @@ std::function<void()> watch(std::shared_ptr<transport::HostTransport> transport,
 }
 
 /// Opens the group, unregistered. Collective over the members.
-std::shared_ptr<Group> open(const DefaultWorld& world, const Plan& plan,
-                            const GroupChannel::AddressExchange& exchange, Deadline deadline) {
+std::shared_ptr<RegisteredGroup> open(const DefaultWorld& world, const Plan& plan,
+                                      const GroupChannel::AddressExchange& exchange, Deadline deadline) {
   std::shared_ptr<GroupChannel> channel;
   try {
     failpoint::here("allocate_group");
@@ -107,11 +107,11 @@ void give_no_address(const Gather& gather) {
 
 }  // namespace
 
-std::shared_ptr<Group> group_of(const DefaultWorld& world, const Plan& plan,
-                                std::shared_ptr<GroupChannel> channel) {
+std::shared_ptr<RegisteredGroup> group_of(const DefaultWorld& world, const Plan& plan,
+                                          std::shared_ptr<GroupChannel> channel) {
   const int rank = channel->rank();
   const int size = channel->size();
-  auto group = std::make_shared<Group>();
+  auto group = std::make_shared<RegisteredGroup>();
   group->name = plan.name;
   group->first_name = plan.name;
   group->backend_name = plan.backend_name;
@@ -200,7 +200,7 @@ Gather over_control(DefaultWorld& world, std::string call, Deadline deadline) {
   };
 }
 
-Gather over_group(std::shared_ptr<Group> parent) {
+Gather over_group(std::shared_ptr<RegisteredGroup> parent) {
   return [parent = std::move(parent)](const std::string& mine) {
     std::vector<at::Tensor> inputs{to_tensor(mine)};
     std::vector<std::vector<at::Tensor>> outputs(1);
@@ -243,8 +243,9 @@ hosts::CostModel agree_on_wire_model(const Gather& gather, const hosts::CostMode
   return model;
 }
 
-std::shared_ptr<Group> open_together(const DefaultWorld& world, const Plan& plan, const Gather& gather,
-                                     const std::vector<int>& positions, Deadline deadline) {
+std::shared_ptr<RegisteredGroup> open_together(const DefaultWorld& world, const Plan& plan,
+                                               const Gather& gather, const std::vector<int>& positions,
+                                               Deadline deadline) {
   bool exchanged = positions.size() == 1;  // a group of one needs no addresses
   auto exchange = [&](uint64_t own) {
     exchanged = true;
@@ -272,8 +273,9 @@ void stand_by(const Gather& gather, size_t size) {
   if (size > 1) gather(bytes_of(0));
 }
 
-std::shared_ptr<Group> open_through_store(const DefaultWorld& world, const Plan& plan, const std::string& key,
-                                          const std::string& identity, Deadline deadline) {
+std::shared_ptr<RegisteredGroup> open_through_store(const DefaultWorld& world, const Plan& plan,
+                                                    const std::string& key, const std::string& identity,
+                                                    Deadline deadline) {
   auto group =
       open(world, plan,
            exchange_through_store(world.world.store, world.transport, world.transport_ranks(plan.ranks), key,

@@ -30,7 +30,7 @@ using Gather = std::function<std::vector<std::string>(const std::string& mine)>;
 /// messages: c10::DistBackendError when a rank has ended, DistTimeoutError when one is late.
 Gather over_control(DefaultWorld& world, std::string call, Deadline deadline);
 /// The members of a group, by operations of that group; the caller holds parent->splitting.
-Gather over_group(std::shared_ptr<Group> parent);
+Gather over_group(std::shared_ptr<RegisteredGroup> parent);
 
 /// What one rank asks for.
 struct Request {
@@ -59,20 +59,22 @@ struct Plan {
 /// Opens the group, unregistered. Collective over the meeting: its members call this, `positions` being where
 /// the group's ranks stand in the meeting; all others call stand_by(). Throws c10::DistBackendError when a
 /// member ended or had no memory for the group, DistTimeoutError when one is late.
-std::shared_ptr<Group> open_together(const DefaultWorld& world, const Plan& plan, const Gather& gather,
-                                     const std::vector<int>& positions, Deadline deadline);
+std::shared_ptr<RegisteredGroup> open_together(const DefaultWorld& world, const Plan& plan,
+                                               const Gather& gather, const std::vector<int>& positions,
+                                               Deadline deadline);
 /// A group around a channel that is open, unregistered. Collective over the members where it has backends for
 /// devices.
-std::shared_ptr<Group> group_of(const DefaultWorld& world, const Plan& plan,
-                                std::shared_ptr<transport::GroupChannel> channel);
+std::shared_ptr<RegisteredGroup> group_of(const DefaultWorld& world, const Plan& plan,
+                                          std::shared_ptr<transport::GroupChannel> channel);
 /// The part of the ranks of a meeting that the group of `size` ranks does without.
 void stand_by(const Gather& gather, size_t size);
 
 /// Opens the group, unregistered. The members alone call it, and meet in the world's store under `key`, which
 /// must be new; nothing stays there. `identity` must be the same on all (c10::DistBackendError with both
 /// otherwise). Throws as rendezvous' store_all_gather() does, too.
-std::shared_ptr<Group> open_through_store(const DefaultWorld& world, const Plan& plan, const std::string& key,
-                                          const std::string& identity, Deadline deadline);
+std::shared_ptr<RegisteredGroup> open_through_store(const DefaultWorld& world, const Plan& plan,
+                                                    const std::string& key, const std::string& identity,
+                                                    Deadline deadline);
 
 /// The channel over which all ranks of a new world make their groups; through the store. Throws
 /// c10::DistBackendError where ranks differ in `between_hosts`, which is what their default group shall have.

@@ -80,12 +80,12 @@ std::shared_ptr<DefaultWorld> remove_world() {
   return std::exchange(current, nullptr);
 }
 
-std::shared_ptr<Group> find(const ProcessGroup& handle) {
+std::shared_ptr<RegisteredGroup> find(const ProcessGroup& handle) {
   std::lock_guard lock(mutex);
   return find_locked(handle)->second;
 }
 
-void add(DefaultWorld& world, std::shared_ptr<Group> group, bool is_default) {
+void add(DefaultWorld& world, std::shared_ptr<RegisteredGroup> group, bool is_default) {
   std::lock_guard lock(mutex);
   TORCH_CHECK_VALUE(is_default || current.get() == &world,
                     "the default process group was destroyed while group '", group->name, "' was made");
@@ -98,17 +98,17 @@ void add(DefaultWorld& world, std::shared_ptr<Group> group, bool is_default) {
   world.groups.emplace(group->handle.get(), std::move(group));
 }
 
-std::shared_ptr<Group> remove(const ProcessGroup& handle) {
+std::shared_ptr<RegisteredGroup> remove(const ProcessGroup& handle) {
   std::lock_guard lock(mutex);
   auto found = find_locked(handle);
-  std::shared_ptr<Group> group = std::move(found->second);
+  std::shared_ptr<RegisteredGroup> group = std::move(found->second);
   current->groups.erase(found);
   current->names.erase(group->name);
   return group;
 }
 
-std::vector<std::shared_ptr<Group>> all(DefaultWorld& world) {
-  std::vector<std::shared_ptr<Group>> groups;
+std::vector<std::shared_ptr<RegisteredGroup>> all(DefaultWorld& world) {
+  std::vector<std::shared_ptr<RegisteredGroup>> groups;
   {
     std::lock_guard lock(mutex);
     for (const auto& [handle, group] : world.groups) groups.push_back(group);

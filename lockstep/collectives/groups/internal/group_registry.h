@@ -21,7 +21,7 @@
 namespace lockstep {
 
 /// One group that this process is a member of. Constant once it is registered, but for the mutex.
-struct Group {
+struct RegisteredGroup {
   ProcessGroup handle;
   c10::intrusive_ptr<LockstepBackend> backend;
   /// Of devices that `backend` does not serve; the handle has them, too.
@@ -59,7 +59,7 @@ struct DefaultWorld {
 
   // Under the registry's lock:
   ProcessGroup default_group;
-  std::unordered_map<const c10d::ProcessGroup*, std::shared_ptr<Group>> groups;
+  std::unordered_map<const c10d::ProcessGroup*, std::shared_ptr<RegisteredGroup>> groups;
   std::unordered_set<std::string> names;
   std::map<std::vector<int>, uint64_t> local_meetings;  // by ranks: calls with use_local_synchronization
   uint64_t groups_registered = 0;
@@ -89,14 +89,14 @@ std::shared_ptr<DefaultWorld> remove_world();
 
 /// The group behind a handle, the default one for an empty handle. Throws c10::ValueError for handles of
 /// groups that were destroyed, are not Lockstep's, or that this process is not a member of.
-std::shared_ptr<Group> find(const ProcessGroup& handle);
+std::shared_ptr<RegisteredGroup> find(const ProcessGroup& handle);
 /// Adds a group to a world. Throws c10::ValueError if the world is no longer the current one; with
 /// `is_default` it need not be yet.
-void add(DefaultWorld& world, std::shared_ptr<Group> group, bool is_default = false);
+void add(DefaultWorld& world, std::shared_ptr<RegisteredGroup> group, bool is_default = false);
 /// Takes a group out. Throws like find().
-std::shared_ptr<Group> remove(const ProcessGroup& handle);
+std::shared_ptr<RegisteredGroup> remove(const ProcessGroup& handle);
 /// All groups of a world, the youngest first.
-std::vector<std::shared_ptr<Group>> all(DefaultWorld& world);
+std::vector<std::shared_ptr<RegisteredGroup>> all(DefaultWorld& world);
 /// Whether a living group has the name.
 bool has_name(DefaultWorld& world, const std::string& name);
 
