@@ -80,7 +80,7 @@ std::shared_ptr<DefaultWorld> join_world(const InitOptions& options, Deadline de
 }
 
 void open_default_group(DefaultWorld& world, const InitOptions& options, Deadline deadline) {
-  group_making::Plan plan;
+  group_making::GroupPlan plan;
   plan.name = options.group_name;
   plan.description = "default_pg";
   plan.backend_name = world.backend_name;

@@ -21,8 +21,8 @@ namespace lockstep {
 namespace {
 
 using group_making::Gather;
-using group_making::Plan;
-using group_making::Request;
+using group_making::GroupPlan;
+using group_making::GroupRequest;
 using RankLists = std::vector<std::vector<int>>;
 
 /// A handle of its own, so that using it is an error instead of using the default group.
@@ -49,7 +49,7 @@ std::string describe(const std::vector<int>& ranks) {
 }
 
 /// ", int8 between hosts" where the group compresses.
-std::string compression_of(const Plan& plan) {
+std::string compression_of(const GroupPlan& plan) {
   if (plan.between_hosts == HostCompression::kNone) return "";
   return c10::str(", ", to_string(plan.between_hosts), " between hosts");
 }
@@ -81,7 +81,7 @@ std::string refusal_of(DefaultWorld& world, const std::string& name) {
 }
 
 /// Registers the group, and gives its handle out.
-ProcessGroup finish(DefaultWorld& world, std::shared_ptr<RegisteredGroup> group, const Plan& plan) {
+ProcessGroup finish(DefaultWorld& world, std::shared_ptr<RegisteredGroup> group, const GroupPlan& plan) {
   ProcessGroup handle = group->handle;
   registry::add(world, std::move(group));
   LOCKSTEP_LOG(kInfo) << "made group '" << plan.name << "' (" << plan.description << ") of "
@@ -93,7 +93,7 @@ ProcessGroup finish(DefaultWorld& world, std::shared_ptr<RegisteredGroup> group,
 /// The second half of a meeting that agreed. Members open the group, the others stand by; so does a rank that
 /// makes a group of one while others (of `largest` ranks) exchange addresses. `positions`: see
 /// open_together().
-ProcessGroup open_or_stand_by(DefaultWorld& world, const Gather& gather, const Plan& plan,
+ProcessGroup open_or_stand_by(DefaultWorld& world, const Gather& gather, const GroupPlan& plan,
                               const std::vector<int>& positions, size_t largest, Deadline deadline) {
   const bool member = contains(plan.ranks, world.world.rank);
   if (!member || plan.ranks.size() == 1) group_making::stand_by(gather, largest);
@@ -103,7 +103,7 @@ ProcessGroup open_or_stand_by(DefaultWorld& world, const Gather& gather, const P
 
 /// Only the members call it. Not under world.making: threads that make groups of different ranks must not
 /// wait for each other, for their order may differ by rank.
-ProcessGroup make_locally(DefaultWorld& world, Plan plan, const std::string& wanted_name) {
+ProcessGroup make_locally(DefaultWorld& world, GroupPlan plan, const std::string& wanted_name) {
   if (backend_names::uses_nccl(plan.backend_name)) cuda_library();  // says why not
   const uint64_t meeting = registry::next_local_meeting(world, plan.ranks);
   const std::string ranks = list_of(plan.ranks);
@@ -159,13 +159,13 @@ size_t largest_of(const RankLists& lists) {
 
 /// What split_group() is to do on this rank.
 struct Split {
-  Request request;
+  GroupRequest request;
   RankLists lists;             // of all groups: group ranks within the parent
   std::vector<int> positions;  // of `plan`'s
-  Plan plan;                   // of this process's group, or the first one if it is in none
+  GroupPlan plan;              // of this process's group, or the first one if it is in none
 };
 
-Split plan_split(DefaultWorld& world, RegisteredGroup& parent, RankLists lists, Plan plan) {
+Split plan_split(DefaultWorld& world, RegisteredGroup& parent, RankLists lists, GroupPlan plan) {
   const auto number = std::to_string(parent.splits.fetch_add(1));
   if (plan.description.empty()) plan.description = parent.handle->getGroupDesc() + ":split:" + number;
   for (auto& list : lists) std::sort(list.begin(), list.end());
@@ -176,7 +176,7 @@ Split plan_split(DefaultWorld& world, RegisteredGroup& parent, RankLists lists, 
   if (!member) mine = lists.begin();
   plan.name = parent.name + ":split:" + number + ":" + std::to_string(mine - lists.begin());
   for (int position : *mine) plan.ranks.push_back(parent.ranks[position]);
-  Request request;
+  GroupRequest request;
   for (const auto& list : lists) request.text += (request.text.empty() ? "" : ", ") + list_of(list);
   request.text = "split_group(parent '" + parent.name + "', [" + request.text + "])";
   request.identity = c10::str(request.text, plan.backend_name, ' ', number);
@@ -193,7 +193,7 @@ ProcessGroup new_group(std::vector<int> ranks, std::optional<std::chrono::millis
   const int rank = world->world.rank;
   const bool local = options.use_local_synchronization;
   if (local && !ranks.empty() && !contains(ranks, rank)) return non_member(ranks.size());
-  Plan plan;
+  GroupPlan plan;
   plan.ranks = checked_ranks(std::move(ranks), options, world->world.world_size);
   plan.timeout = checked_timeout(timeout, *world, "new_group");
   plan.backend_name = options.backend.empty() ? world->backend_name : backend_names::check(options.backend);
@@ -206,7 +206,7 @@ ProcessGroup new_group(std::vector<int> ranks, std::optional<std::chrono::millis
   TORCH_CHECK_VALUE(!world->ended, "new_group: the default process group was destroyed meanwhile");
   const std::string made_up = registry::next_name(*world);
   plan.name = options.group_name.empty() ? made_up : options.group_name;
-  Request request;
+  GroupRequest request;
   request.text =
       "new_group(" + describe(plan.ranks) + ", name '" + plan.name + "'" + compression_of(plan) + ")";
   request.identity =
@@ -274,7 +274,7 @@ ProcessGroup split_group(const ProcessGroup& parent_pg, const std::vector<std::v
   const auto world = registry::require_world();
   const auto parent = registry::find(parent_pg);
   check_split(split_ranks, static_cast<int>(parent->ranks.size()));
-  Plan plan;
+  GroupPlan plan;
   plan.timeout = checked_timeout(timeout, *world, "split_group");
   plan.backend_name = backend.empty() ? parent->backend_name : backend_names::check(backend);
   plan.description = group_desc;

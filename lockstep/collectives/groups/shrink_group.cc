@@ -17,13 +17,13 @@
 namespace lockstep {
 namespace {
 
-using group_making::Plan;
+using group_making::GroupPlan;
 using shrinking::Shrunk;
 
 /// The new group, but for its ranks. Its name differs from that of all groups before it, for the flight
 /// recorder.
-Plan plan_shrunk(const RegisteredGroup& old, const ShrinkOptions& options) {
-  Plan plan;
+GroupPlan plan_shrunk(const RegisteredGroup& old, const ShrinkOptions& options) {
+  GroupPlan plan;
   plan.name = old.first_name + ":shrunk:" + std::to_string(old.times_shrunk + 1);
   plan.backend_name = old.backend_name;
   plan.timeout = options.timeout.value_or(old.backend->timeout());
@@ -32,7 +32,7 @@ Plan plan_shrunk(const RegisteredGroup& old, const ShrinkOptions& options) {
   return plan;
 }
 
-std::shared_ptr<RegisteredGroup> shrunk_group_of(const DefaultWorld& world, const Plan& plan,
+std::shared_ptr<RegisteredGroup> shrunk_group_of(const DefaultWorld& world, const GroupPlan& plan,
                                                  const RegisteredGroup& old, const Shrunk& channels) {
   auto group = group_making::group_of(world, plan, channels.channel);
   group->first_name = old.first_name;
@@ -93,7 +93,7 @@ ProcessGroup shrink_default_group(DefaultWorld& world, const std::shared_ptr<Reg
   const auto channels =
       shrinking::shrink(*old->backend, ranks_to_exclude, shrink_flags, /*with_control=*/true);
   const auto successor = successor_of(world, channels);
-  Plan plan = plan_shrunk(*old, options);
+  GroupPlan plan = plan_shrunk(*old, options);
   plan.description = "default:shrunken";
   plan.ranks = all_ranks(static_cast<int>(channels.survivors.size()));
   successor->timeout_ms = plan.timeout.count();
@@ -116,7 +116,7 @@ ProcessGroup shrink_further_group(DefaultWorld& world, const std::shared_ptr<Reg
   std::lock_guard splitting(old->splitting);
   const auto channels =
       shrinking::shrink(*old->backend, ranks_to_exclude, shrink_flags, /*with_control=*/false);
-  Plan plan = plan_shrunk(*old, options);
+  GroupPlan plan = plan_shrunk(*old, options);
   plan.description = old->name + ":shrunk";
   for (int rank : channels.survivors) plan.ranks.push_back(old->ranks[static_cast<size_t>(rank)]);
   const auto group = shrunk_group_of(world, plan, *old, channels);

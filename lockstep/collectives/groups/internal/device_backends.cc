@@ -31,7 +31,7 @@ int64_t common_number(LockstepBackend& backend) {
 }
 
 /// Throws on the members that succeeded when another did not.
-void check_all_succeeded(LockstepBackend& backend, bool succeeded, const group_making::Plan& plan) {
+void check_all_succeeded(LockstepBackend& backend, bool succeeded, const group_making::GroupPlan& plan) {
   std::vector<at::Tensor> inputs{at::full({1}, succeeded ? 1 : 0, at::kByte)};
   std::vector<std::vector<at::Tensor>> outputs(1);
   for (size_t i = 0; i < plan.ranks.size(); ++i) outputs[0].push_back(at::empty({1}, at::kByte));
@@ -48,7 +48,7 @@ void check_all_succeeded(LockstepBackend& backend, bool succeeded, const group_m
 }
 
 c10::intrusive_ptr<c10d::Backend> open_nccl(RegisteredGroup& group, const DefaultWorld& world,
-                                            const group_making::Plan& plan) {
+                                            const group_making::GroupPlan& plan) {
   // NCCL's members meet in the store, and a name may have been used before.
   const std::string prefix = c10::str("nccl/", plan.name, "/", common_number(*group.backend));
   auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, world.world.store);
@@ -105,7 +105,7 @@ std::string agree(const group_making::Gather& gather, const std::string& call, i
   return backend;
 }
 
-void open(RegisteredGroup& group, const DefaultWorld& world, const group_making::Plan& plan) {
+void open(RegisteredGroup& group, const DefaultWorld& world, const group_making::GroupPlan& plan) {
   group.nccl = plan.nccl;
   for (const auto& [device, name] : backend_names::by_device(plan.backend_name)) {
     if (name == backend_names::kLockstep) {

@@ -20,7 +20,7 @@ std::string agree(const group_making::Gather& gather, const std::string& call, i
 
 /// Makes the backends that the plan asks for, and tells the group's handle which backend serves which device.
 /// Collective over the members where it makes any; then all members have them, or all throw.
-void open(RegisteredGroup& group, const DefaultWorld& world, const group_making::Plan& plan);
+void open(RegisteredGroup& group, const DefaultWorld& world, const group_making::GroupPlan& plan);
 
 void set_timeout(const RegisteredGroup& group, std::chrono::milliseconds timeout);
 

@@ -30,7 +30,7 @@ constexpr const char* kDifferentGroups =
     "no process group was made, for the ranks asked for different ones: ";
 
 /// The digest that all must have in common, and a character that says whether this rank refuses.
-std::string record_of(const Request& request) {
+std::string record_of(const GroupRequest& request) {
   return c10::sha1(request.identity).str() + (request.refusal.empty() ? '+' : '-');
 }
 
@@ -84,7 +84,7 @@ std::function<void()> watch(std::shared_ptr<transport::HostTransport> transport,
 }
 
 /// Opens the group, unregistered. Collective over the members.
-std::shared_ptr<RegisteredGroup> open(const DefaultWorld& world, const Plan& plan,
+std::shared_ptr<RegisteredGroup> open(const DefaultWorld& world, const GroupPlan& plan,
                                       const GroupChannel::AddressExchange& exchange, Deadline deadline) {
   std::shared_ptr<GroupChannel> channel;
   try {
@@ -107,7 +107,7 @@ void give_no_address(const Gather& gather) {
 
 }  // namespace
 
-std::shared_ptr<RegisteredGroup> group_of(const DefaultWorld& world, const Plan& plan,
+std::shared_ptr<RegisteredGroup> group_of(const DefaultWorld& world, const GroupPlan& plan,
                                           std::shared_ptr<GroupChannel> channel) {
   const int rank = channel->rank();
   const int size = channel->size();
@@ -216,7 +216,7 @@ Gather over_group(std::shared_ptr<RegisteredGroup> parent) {
   };
 }
 
-void agree(const Gather& gather, const Request& request, const std::vector<int>& ranks) {
+void agree(const Gather& gather, const GroupRequest& request, const std::vector<int>& ranks) {
   failpoint::here("agree_on_group");
   const auto records = gather(record_of(request));
   const bool same = std::all_of(records.begin(), records.end(), [&](const std::string& record) {
@@ -243,7 +243,7 @@ hosts::CostModel agree_on_wire_model(const Gather& gather, const hosts::CostMode
   return model;
 }
 
-std::shared_ptr<RegisteredGroup> open_together(const DefaultWorld& world, const Plan& plan,
+std::shared_ptr<RegisteredGroup> open_together(const DefaultWorld& world, const GroupPlan& plan,
                                                const Gather& gather, const std::vector<int>& positions,
                                                Deadline deadline) {
   bool exchanged = positions.size() == 1;  // a group of one needs no addresses
@@ -273,7 +273,7 @@ void stand_by(const Gather& gather, size_t size) {
   if (size > 1) gather(bytes_of(0));
 }
 
-std::shared_ptr<RegisteredGroup> open_through_store(const DefaultWorld& world, const Plan& plan,
+std::shared_ptr<RegisteredGroup> open_through_store(const DefaultWorld& world, const GroupPlan& plan,
                                                     const std::string& key, const std::string& identity,
                                                     Deadline deadline) {
   auto group =

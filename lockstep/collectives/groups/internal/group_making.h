@@ -33,7 +33,7 @@ Gather over_control(DefaultWorld& world, std::string call, Deadline deadline);
 Gather over_group(std::shared_ptr<RegisteredGroup> parent);
 
 /// What one rank asks for.
-struct Request {
+struct GroupRequest {
   std::string text;      // for people: "new_group(ranks 0 and 2, name '1')"
   std::string identity;  // all that must be the same everywhere
   std::string refusal;   // why this rank can't take part; empty: it can
@@ -42,10 +42,10 @@ struct Request {
 /// Returns when all ranks of the meeting have the same identity and none refuses. Otherwise throws on all of
 /// them, naming which ranks asked for what: c10::DistBackendError, or c10::ValueError when one refused.
 /// `ranks`: the meeting's global ranks. Collective.
-void agree(const Gather& gather, const Request& request, const std::vector<int>& ranks);
+void agree(const Gather& gather, const GroupRequest& request, const std::vector<int>& ranks);
 
 /// What a group will be.
-struct Plan {
+struct GroupPlan {
   std::string name;
   std::string description;
   std::string backend_name;
@@ -59,12 +59,12 @@ struct Plan {
 /// Opens the group, unregistered. Collective over the meeting: its members call this, `positions` being where
 /// the group's ranks stand in the meeting; all others call stand_by(). Throws c10::DistBackendError when a
 /// member ended or had no memory for the group, DistTimeoutError when one is late.
-std::shared_ptr<RegisteredGroup> open_together(const DefaultWorld& world, const Plan& plan,
+std::shared_ptr<RegisteredGroup> open_together(const DefaultWorld& world, const GroupPlan& plan,
                                                const Gather& gather, const std::vector<int>& positions,
                                                Deadline deadline);
 /// A group around a channel that is open, unregistered. Collective over the members where it has backends for
 /// devices.
-std::shared_ptr<RegisteredGroup> group_of(const DefaultWorld& world, const Plan& plan,
+std::shared_ptr<RegisteredGroup> group_of(const DefaultWorld& world, const GroupPlan& plan,
                                           std::shared_ptr<transport::GroupChannel> channel);
 /// The part of the ranks of a meeting that the group of `size` ranks does without.
 void stand_by(const Gather& gather, size_t size);
@@ -72,7 +72,7 @@ void stand_by(const Gather& gather, size_t size);
 /// Opens the group, unregistered. The members alone call it, and meet in the world's store under `key`, which
 /// must be new; nothing stays there. `identity` must be the same on all (c10::DistBackendError with both
 /// otherwise). Throws as rendezvous' store_all_gather() does, too.
-std::shared_ptr<RegisteredGroup> open_through_store(const DefaultWorld& world, const Plan& plan,
+std::shared_ptr<RegisteredGroup> open_through_store(const DefaultWorld& world, const GroupPlan& plan,
                                                     const std::string& key, const std::string& identity,
                                                     Deadline deadline);
 
