@@ -30,7 +30,7 @@ std::map<std::string, std::string> parse_lines(const std::string& text) {
   return variables;
 }
 
-void check(const rendezvous_internal::Plan& plan) {
+void check(const rendezvous_internal::RendezvousPlan& plan) {
   if (plan.rank < 0 || plan.world_size < 1 || plan.rank >= plan.world_size) std::abort();
   if (std::holds_alternative<NoMeeting>(plan.meeting)) std::abort();
   const auto* tcp = std::get_if<TcpMeeting>(&plan.meeting);

@@ -198,7 +198,7 @@ Joined join(const Place& place, const Call& call) {
   return {store, topology_of(published, call.rank)};
 }
 
-std::string meeting_host_of(const Plan& plan, const RendezvousOptions& options) {
+std::string meeting_host_of(const RendezvousPlan& plan, const RendezvousOptions& options) {
   if (options.store) return "";
   if (const auto* tcp = std::get_if<TcpMeeting>(&plan.meeting)) return tcp->host;
   return std::holds_alternative<JobMeeting>(plan.meeting) ? "127.0.0.1" : "";

@@ -80,8 +80,8 @@ int reconcile(const char* name, int option, int in_environment, const LaunchEnvi
       "\nor with torchrun --no-python, mpirun or srun; or pass rank 0 and world_size 1 to run alone");
 }
 
-void check_complete(const Plan& plan, const RendezvousOptions& options, const LaunchEnvironment& environment,
-                    bool from_environment, const std::string& program) {
+void check_complete(const RendezvousPlan& plan, const RendezvousOptions& options,
+                    const LaunchEnvironment& environment, bool from_environment, const std::string& program) {
   if (plan.rank < 0 && plan.world_size < 0 && from_environment) nothing_set(program);
   auto missing = [&](const char* what, const char* variable) {
     if (from_environment) {
@@ -134,8 +134,8 @@ InitMethod parse_init_method(const std::string& text) {
   return parsed;
 }
 
-Plan make_plan(const RendezvousOptions& options, const LaunchEnvironment& environment,
-               const std::string& program) {
+RendezvousPlan make_plan(const RendezvousOptions& options, const LaunchEnvironment& environment,
+                         const std::string& program) {
   TORCH_CHECK_VALUE(!options.store || options.init_method.empty(),
                     "cannot specify both init_method and store; init_method is '", options.init_method, "'");
   TORCH_CHECK_VALUE(options.timeout.count() > 0, "timeout is ", options.timeout.count(),
@@ -152,7 +152,7 @@ Plan make_plan(const RendezvousOptions& options, const LaunchEnvironment& enviro
   int world_size = in_url ? method.world_size : options.world_size;
 
   bool from_environment = !options.store && method.scheme == InitMethod::Scheme::kEnvironment;
-  Plan plan{.rank = rank, .world_size = world_size, .meeting = environment.meeting};
+  RendezvousPlan plan{.rank = rank, .world_size = world_size, .meeting = environment.meeting};
   if (from_environment) {
     plan.rank = reconcile("rank", rank, environment.rank, environment);
     plan.world_size = reconcile("world_size", world_size, environment.world_size, environment);

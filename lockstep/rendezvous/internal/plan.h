@@ -24,7 +24,7 @@ InitMethod parse_init_method(const std::string& text);
 
 /// What rendezvous() is going to do: options and environment reconciled. With a store given, `meeting` means
 /// nothing.
-struct Plan {
+struct RendezvousPlan {
   int rank = -1;
   int world_size = -1;
   Meeting meeting = {};
@@ -32,7 +32,7 @@ struct Plan {
 
 /// A pure function; `program` is for the line to type in the error. Throws c10::ValueError when something is
 /// missing or options contradict the environment; a NoMeeting is thrown as its reason, never returned.
-Plan make_plan(const RendezvousOptions& options, const LaunchEnvironment& environment,
-               const std::string& program);
+RendezvousPlan make_plan(const RendezvousOptions& options, const LaunchEnvironment& environment,
+                         const std::string& program);
 
 }  // namespace lockstep::rendezvous_internal

@@ -24,7 +24,7 @@ LaunchEnvironment launched(int rank, int world_size) {
           .local_world_size = 1,
           .meeting = TcpMeeting{.host = "h", .port = 1}};
 }
-Plan plan(const RendezvousOptions& options, const LaunchEnvironment& environment) {
+RendezvousPlan plan(const RendezvousOptions& options, const LaunchEnvironment& environment) {
   return make_plan(options, environment, "./train");
 }
 std::string refusal(const RendezvousOptions& options, const LaunchEnvironment& environment) {
@@ -60,7 +60,7 @@ TEST(InitMethod, RefusesAndShowsWhatItGot) {
   }
 }
 
-TEST(Plan, AloneNeedsNoEnvironment) {
+TEST(RendezvousPlan, AloneNeedsNoEnvironment) {
   EXPECT_TRUE(std::holds_alternative<Alone>(plan({.rank = 0, .world_size = 1}, nothing()).meeting));
   EXPECT_TRUE(
       std::holds_alternative<Alone>(plan({.init_method = "env://?rank=0&world_size=1"}, nothing()).meeting));
@@ -69,7 +69,7 @@ TEST(Plan, AloneNeedsNoEnvironment) {
   EXPECT_TRUE(std::holds_alternative<TcpMeeting>(plan({}, launched(0, 1)).meeting)) << "an address was given";
 }
 
-TEST(Plan, OptionsFillInButDoNotContradict) {
+TEST(RendezvousPlan, OptionsFillInButDoNotContradict) {
   auto from_environment = plan({}, launched(1, 2));
   EXPECT_EQ(from_environment.rank, 1);
   EXPECT_EQ(from_environment.world_size, 2);
@@ -82,7 +82,7 @@ TEST(Plan, OptionsFillInButDoNotContradict) {
       << "a world of its own";
 }
 
-TEST(Plan, RefusesWhatIsMissing) {
+TEST(RendezvousPlan, RefusesWhatIsMissing) {
   EXPECT_THAT(refusal({}, nothing()),
               AllOf(HasSubstr("lockstep run --nproc-per-node 2 ./train"), HasSubstr("RANK, WORLD_SIZE")));
   EXPECT_THAT(refusal({}, launched(-1, 2)), HasSubstr("RANK is not set"));
@@ -96,7 +96,7 @@ TEST(Plan, RefusesWhatIsMissing) {
               HasSubstr("a store needs"));
 }
 
-TEST(Plan, RefusesWhatIsWrong) {
+TEST(RendezvousPlan, RefusesWhatIsWrong) {
   EXPECT_THAT(refusal({.init_method = "tcp://h:1", .rank = 2, .world_size = 2}, nothing()),
               HasSubstr("rank 2 is not below world_size 2"));
   EXPECT_THAT(refusal({.init_method = "tcp://h:1?rank=0", .rank = 0, .world_size = 2}, nothing()),
