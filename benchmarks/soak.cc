@@ -43,8 +43,8 @@ namespace {
 
 using lockstep::bench::Board;
 using lockstep::bench::Failure;
-using lockstep::bench::Plan;
 using lockstep::bench::Report;
+using lockstep::bench::SoakPlan;
 using lockstep::bench::State;
 using nlohmann::json;
 using namespace std::chrono_literals;
@@ -120,7 +120,7 @@ void tell_wire(const char* what) {
 /// it ended.
 class Process {
  public:
-  Process(const Plan& plan, int rank, Board& board, const std::string& folder, const Hosting& hosting)
+  Process(const SoakPlan& plan, int rank, Board& board, const std::string& folder, const Hosting& hosting)
       : output_(folder + "/output-" + std::to_string(rank)) {
     const pid_t parent = ::getpid();
     pid_ = ::fork();
@@ -179,7 +179,7 @@ class Process {
 
 class Round {
  public:
-  Round(const Plan& plan, Board& board, const std::string& folder, const Hosting& hosting)
+  Round(const SoakPlan& plan, Board& board, const std::string& folder, const Hosting& hosting)
       : plan_(plan), board_(board) {
     board.may_strike = !plan.cuts();
     for (int rank = 0; rank < plan.ranks; ++rank) processes_.emplace_back(plan, rank, board, folder, hosting);
@@ -303,7 +303,7 @@ class Round {
             {"ranks", ranks}};
   }
 
-  const Plan& plan_;
+  const SoakPlan& plan_;
   Board& board_;
   std::vector<Process> processes_;
 };
@@ -332,7 +332,7 @@ int soak(int64_t rounds, uint64_t seed, const Hosting& hosting) {
   const Folder folder;
   ::setenv("LOCKSTEP_FLIGHT_DIR", (folder.path() + "/flight").c_str(), 1);  // they would fill the user's
   for (int64_t i = 0; i < rounds; ++i) {
-    const Plan plan = lockstep::bench::plan_of(seed + static_cast<uint64_t>(i), hosting.hosts());
+    const SoakPlan plan = lockstep::bench::plan_of(seed + static_cast<uint64_t>(i), hosting.hosts());
     try {
       std::cout << Round(plan, *new (shared) Board, folder.path(), hosting)
                        .play()

@@ -52,7 +52,8 @@ class Caller {
 class TensorMaker {
  public:
   /// `local`: differs by rank, for what may differ.
-  TensorMaker(const Plan& plan, const Lane& lane, Random& local) : plan_(plan), lane_(lane), local_(local) {}
+  TensorMaker(const SoakPlan& plan, const Lane& lane, Random& local)
+      : plan_(plan), lane_(lane), local_(local) {}
 
   at::Tensor operator()(int64_t numel, at::ScalarType dtype) {
     Memory memory = plan_.memory;
@@ -70,7 +71,7 @@ class TensorMaker {
   }
 
  private:
-  const Plan& plan_;
+  const SoakPlan& plan_;
   const Lane& lane_;
   Random& local_;
 };
@@ -155,7 +156,7 @@ struct Collective {
 /// Some collectives in turn; asynchronous ones are waited for as late as their tensors allow.
 class CollectiveCaller final : public Caller {
  public:
-  CollectiveCaller(const Plan& plan, Lane lane, Random& common, Random& local)
+  CollectiveCaller(const SoakPlan& plan, Lane lane, Random& common, Random& local)
       : lane_(std::move(lane)), make_(plan, lane_, local), async_(plan.calls == Calls::kAsynchronous) {
     const int64_t number = draw(common, async_ ? 2 : 1, 4);
     for (int64_t i = 0; i < number; ++i) {
@@ -237,7 +238,7 @@ class CollectiveCaller final : public Caller {
 /// Messages between two ranks at a time, and a barrier after some of them, monitored or not.
 class MessageCaller final : public Caller {
  public:
-  MessageCaller(const Plan& plan, Lane lane, Random& common, Random& local)
+  MessageCaller(const SoakPlan& plan, Lane lane, Random& common, Random& local)
       : plan_(plan), lane_(std::move(lane)), common_(common), numel_(draw_numel(common, plan.size)) {
     TensorMaker make(plan, lane_, local);
     sent_ = make(numel_, at::kFloat);
@@ -292,7 +293,7 @@ class MessageCaller final : public Caller {
     }
   }
 
-  const Plan& plan_;
+  const SoakPlan& plan_;
   Lane lane_;
   Random& common_;
   int64_t numel_;
@@ -303,7 +304,7 @@ class MessageCaller final : public Caller {
 /// Objects.
 class ObjectCaller final : public Caller {
  public:
-  ObjectCaller(const Plan& plan, Lane lane, Random& common)
+  ObjectCaller(const SoakPlan& plan, Lane lane, Random& common)
       : lane_(std::move(lane)),
         common_(common),
         object_(std::string(static_cast<size_t>(draw_numel(common, plan.size)), 'x')),
@@ -360,7 +361,7 @@ class ObjectCaller final : public Caller {
 /// Training steps of DistributedDataParallel, with several buckets.
 class DdpCaller final : public Caller {
  public:
-  DdpCaller(const Plan& plan, Lane lane)
+  DdpCaller(const SoakPlan& plan, Lane lane)
       : lane_(std::move(lane)),
         net_(std::make_shared<Mlp>(plan.size == Size::kLarge ? std::vector<int64_t>{512, 1024, 1024, 10}
                                                              : std::vector<int64_t>{64, 128, 128, 10})),

@@ -54,7 +54,7 @@ enum class Hosts { kOne, kPretended, kWired };
 /// Within calls, whatever these are; a group's first operation passes the first of them.
 constexpr std::array kFailpoints = {"announce", "announced", "exchange", "reduce", "finish"};
 
-struct Plan {
+struct SoakPlan {
   uint64_t seed = 0;
   int ranks = 0;
   int victim = 0;
@@ -124,9 +124,9 @@ inline std::vector<Failure> failures_of(Calls calls) {
   }
 }
 
-inline Plan plan_of(uint64_t seed, Hosts hosts) {
+inline SoakPlan plan_of(uint64_t seed, Hosts hosts) {
   Random random(seed);
-  Plan plan;
+  SoakPlan plan;
   plan.seed = seed;
   plan.calls = static_cast<Calls>(draw(random, 0, kCallNames.size() - 1));
   if (hosts == Hosts::kOne) {

@@ -76,7 +76,7 @@ inline void spin(int64_t turns) {
 
 class SoakRank {
  public:
-  SoakRank(const Plan& plan, int rank, Board& board) : plan_(plan), rank_(rank), board_(board) {}
+  SoakRank(const SoakPlan& plan, int rank, Board& board) : plan_(plan), rank_(rank), board_(board) {}
 
   /// Returns when the round is over for this rank. Throws OutOfIdeas where the plan says so.
   void play(const std::string& store) {
@@ -291,7 +291,7 @@ class SoakRank {
     sequel.done = true;
   }
 
-  const Plan& plan_;
+  const SoakPlan& plan_;
   int rank_;
   Board& board_;
   std::atomic<bool> over_{false};
