@@ -28,7 +28,7 @@ docs/bench.md explains the columns and how it is measured.)";
 
 /// What needs more than CLI11 to become an option.
 struct BenchArguments {
-  benchmark::Options options;
+  benchmark::BenchOptions options;
   std::string begin, end;
   std::string nproc_per_node;
   bool arena = false, staged = false;
@@ -38,8 +38,8 @@ struct BenchArguments {
   bool forecast = false;
 };
 
-benchmark::Options options_from(const BenchArguments& arguments) {
-  benchmark::Options options = arguments.options;
+benchmark::BenchOptions options_from(const BenchArguments& arguments) {
+  benchmark::BenchOptions options = arguments.options;
   if (!arguments.begin.empty()) options.min_bytes = benchmark::parse_size(arguments.begin, "--begin");
   if (!arguments.end.empty()) options.max_bytes = benchmark::parse_size(arguments.end, "--end");
   if (!arguments.nproc_per_node.empty()) options.nproc_per_node = arguments.nproc_per_node;
@@ -54,7 +54,7 @@ benchmark::Options options_from(const BenchArguments& arguments) {
 }
 
 void add_what_to_measure(CLI::App& bench, BenchArguments& arguments) {
-  benchmark::Options& options = arguments.options;
+  benchmark::BenchOptions& options = arguments.options;
   bench.add_option("COLLECTIVE", options.collectives,
                    "What to measure: " + benchmark::known_collectives() + "; all if none is named");
   bench.add_option("-b,--begin,--minbytes", arguments.begin, "Smallest size in bytes [1K]")

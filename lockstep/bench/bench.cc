@@ -66,7 +66,7 @@ class Session {
         buffers_(allocate_buffers(plan)),
         status_(rank == 0 && ::isatty(STDERR_FILENO) != 0) {}
 
-  std::vector<Row> run(const Machine& machine) {
+  std::vector<Row> run(const BenchMachine& machine) {
     print(format_header(plan_, machine));
     std::vector<Row> all;
     for (const Step& step : plan_.steps) {
@@ -116,7 +116,7 @@ class Session {
 };
 
 /// In a process that has its place in a job. Returns the exit status, the same on all ranks.
-int run_rank(const Options& options) {
+int run_rank(const BenchOptions& options) {
   at::set_num_threads(1);
   auto world = init_process_group({.timeout = options.timeout});
   const Plan plan = make_plan(options, world.size());
@@ -124,7 +124,7 @@ int run_rank(const Options& options) {
     if (world.rank() == 0) say("error: " + *objection);
     return kUsageStatus;
   }
-  Machine machine = describe_machine();
+  BenchMachine machine = describe_machine();
   machine.topology = gather_topology(world.rank(), world.size());
   const std::vector<Row> rows =
       Session(plan, world.rank(), options.json == "-" ? std::cerr : std::cout).run(machine);
@@ -132,12 +132,12 @@ int run_rank(const Options& options) {
   return count_wrong(rows) == 0 ? 0 : kWrongStatus;
 }
 
-void check_options(const Options& options, int ranks) {
+void check_options(const BenchOptions& options, int ranks) {
   make_plan(options, ranks);
   check_output_path("--json", options.json);
 }
 
-int run_in_job(const Options& options, const LaunchEnvironment& environment) {
+int run_in_job(const BenchOptions& options, const LaunchEnvironment& environment) {
   try {
     TORCH_CHECK_VALUE(!options.nproc_per_node,
                       "--nproc-per-node is for a bench that starts its ranks itself; this one "
@@ -173,7 +173,7 @@ int status_of(const launch::SpawnResult& result) {
   return kWrongStatus;
 }
 
-int run_self_started(const Options& options) {
+int run_self_started(const BenchOptions& options) {
   const int ranks = launch::parse_nprocs(options.nproc_per_node.value_or(kDefaultRanks));
   check_options(options, ranks);
   launch::SpawnRequest request{.options = {.label = "bench", .grace_period = std::chrono::seconds(5)},
@@ -188,7 +188,7 @@ int run_self_started(const Options& options) {
 
 }  // namespace
 
-int run(const Options& options) {
+int run(const BenchOptions& options) {
   // A process that run_self_started() made has a rank, too, but has to come to the same call first.
   const bool spawned = environment::text("LOCKSTEP_SPAWN").has_value();
   const LaunchEnvironment environment = read_launch_environment(&environment::text);

@@ -15,7 +15,7 @@ namespace lockstep::benchmark {
 enum class MemoryKind { kArena, kStaged };
 
 /// What to measure. The defaults are those of the command.
-struct Options {
+struct BenchOptions {
   /// Names, see known_collectives(); none, or "all": all of them.
   std::vector<std::string> collectives = {};
   /// Ranks to start, as parse_nprocs() reads it; nothing: 2, or the job that this process belongs to.
@@ -53,6 +53,6 @@ int64_t parse_size(const std::string& text, const std::string& option);
 /// memory; 128 + N when signal N ended it. Throws c10::ValueError for options that make no sense, before
 /// anything is started (in a job on rank 0, the others return 2), and whatever the process group throws. To
 /// be called by the main thread of a program that does nothing else.
-int run(const Options& options);
+int run(const BenchOptions& options);
 
 }  // namespace lockstep::benchmark

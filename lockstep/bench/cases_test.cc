@@ -36,7 +36,7 @@ int64_t total(int64_t mine) {
   return sum.item<int64_t>();
 }
 
-Options options_for(int rank_count, MemoryKind memory) {
+BenchOptions options_for(int rank_count, MemoryKind memory) {
   // From one element to more than a period of the data, and than what is sent as a small message.
   return {.min_bytes = 4, .max_bytes = 100'000, .step_factor = 29, .root = rank_count - 1, .memory = memory};
 }
@@ -70,7 +70,7 @@ TEST(BenchCases, EveryTypeAndOperationIsRight) {
     for (const char* dtype :
          {"float", "double", "half", "bfloat16", "int8", "uint8", "int16", "int32", "int64"}) {
       for (const char* op : {"sum", "prod", "min", "max", "avg", "band", "bor", "bxor"}) {
-        Options options{
+        BenchOptions options{
             .collectives = {"all_reduce", "reduce_scatter"}, .min_bytes = 20'000, .max_bytes = 20'000};
         options.dtype = dtype;
         options.reduce_op = op;
@@ -96,7 +96,7 @@ TEST(BenchCases, EveryTypeAndOperationIsRight) {
 TEST(BenchCases, AMissingResultIsCounted) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
-    Options options = options_for(2, MemoryKind::kArena);
+    BenchOptions options = options_for(2, MemoryKind::kArena);
     options.min_bytes = options.max_bytes;
     for_each_case(make_plan(options, 2), rank,
                   [&](const CollectiveInfo& info, Placement placement, int64_t count, Case one) {

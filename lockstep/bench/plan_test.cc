@@ -14,7 +14,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::message_of;
 
-Plan plan_for(Options options, int ranks = 2) {
+Plan plan_for(BenchOptions options, int ranks = 2) {
   return make_plan(options, ranks);
 }
 
@@ -90,7 +90,7 @@ TEST(Plan, BuffersAreTheLargestOfAllSteps) {
 }
 
 TEST(Plan, MisuseIsNamedWithTheRemedy) {
-  const auto words = [](Options options, int ranks = 2) {
+  const auto words = [](BenchOptions options, int ranks = 2) {
     return message_of<c10::ValueError>([&] { make_plan(options, ranks); });
   };
   EXPECT_THAT(words({.collectives = {"allreduce"}}),

@@ -31,7 +31,7 @@ TEST(Statistics, PercentilesAreNearestRanks) {
 }
 
 TEST(Statistics, SummaryIsInMicroseconds) {
-  const Summary summary = summarize({4000, 1000, 2000, 9000});
+  const TimeSummary summary = summarize({4000, 1000, 2000, 9000});
   EXPECT_DOUBLE_EQ(summary.mean, 4);
   EXPECT_DOUBLE_EQ(summary.min, 1);
   EXPECT_DOUBLE_EQ(summary.p50, 2);
@@ -65,7 +65,8 @@ TEST(Bandwidth, FactorsAreThoseOfNcclTests) {
 
 struct Table : ::testing::Test {
   Plan plan = make_plan({.collectives = {"reduce", "all_gather", "barrier"}, .iterations = 7, .root = 1}, 2);
-  Machine machine{.host = "somewhere", .cores = 1, .lockstep_version = "1.2.3", .torch_version = "2.13.0"};
+  BenchMachine machine{
+      .host = "somewhere", .cores = 1, .lockstep_version = "1.2.3", .torch_version = "2.13.0"};
 
   Row row(const char* name, int64_t count, std::optional<int64_t> out_of_place_wrong,
           std::optional<int64_t> in_place_wrong) const {

@@ -113,7 +113,7 @@ class ScalingMeasurement {
   }
 
   void show() const {
-    const Machine machine = describe_machine();
+    const BenchMachine machine = describe_machine();
     const ScalingReport report = make_scaling_report(all_, options_.scaling);
     const bool taken = options_.json == "-" || options_.plot == "-";
     (taken ? std::cerr : std::cout) << format_scaling(report, machine, options_.command) << std::flush;

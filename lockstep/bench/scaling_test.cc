@@ -138,7 +138,7 @@ ScalingReport example() {
                              Scaling::kStrong);
 }
 
-const Machine kMachine = {.host = "box", .cores = 2, .lockstep_version = "1.2", .torch_version = "2.13"};
+const BenchMachine kMachine = {.host = "box", .cores = 2, .lockstep_version = "1.2", .torch_version = "2.13"};
 const std::vector<std::string> kCommand = {"./train", "--name", "<a&b>\x01"};
 
 TEST(ScalingReport, TheTableHasARowForEachNumberOfRanks) {

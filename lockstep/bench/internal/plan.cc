@@ -70,7 +70,7 @@ int exponent_of(std::string suffix) {
   return suffix.size() == 1 && found != std::string_view::npos ? static_cast<int>(found) + 1 : -1;
 }
 
-void set_sizes(const Options& options, Plan& plan) {
+void set_sizes(const BenchOptions& options, Plan& plan) {
   plan.min_bytes =
       options.min_bytes.value_or(std::min(kDefaultMinBytes, options.max_bytes.value_or(kMostBytes)));
   plan.max_bytes = options.max_bytes.value_or(std::max(kDefaultMaxBytes, plan.min_bytes));
@@ -99,7 +99,7 @@ std::vector<int64_t> counts_for(const CollectiveInfo& info, const Plan& plan) {
 }
 
 /// Why the collective can't run as asked for, or nothing.
-std::optional<std::string> objection_to(const CollectiveInfo& info, const Options& options,
+std::optional<std::string> objection_to(const CollectiveInfo& info, const BenchOptions& options,
                                         const Plan& plan) {
   const std::string name = info.name;
   if (plan.ranks < info.min_ranks) {
@@ -125,7 +125,7 @@ void check_operation(const Plan& plan) {
                     plan.dtype_name, "; take int32, or another operation");
 }
 
-Step make_step(const CollectiveInfo& info, const Options& options, const Plan& plan) {
+Step make_step(const CollectiveInfo& info, const BenchOptions& options, const Plan& plan) {
   Step step{&info, counts_for(info, plan), {}};
   const bool barrier = info.collective == Collective::kBarrier;
   if (info.out_of_place && (options.out_of_place || barrier))
@@ -134,7 +134,7 @@ Step make_step(const CollectiveInfo& info, const Options& options, const Plan& p
   return step;
 }
 
-void add_steps(const Options& options, Plan& plan) {
+void add_steps(const BenchOptions& options, Plan& plan) {
   const auto& names = options.collectives;
   if (names.empty() || (names.size() == 1 && names.front() == "all")) {
     for (const CollectiveInfo& info : all_collectives()) {
@@ -170,7 +170,7 @@ int64_t Plan::memory_bytes() const {
   return (buffers.first + buffers.second) * static_cast<int64_t>(c10::elementSize(dtype)) * ranks;
 }
 
-Plan make_plan(const Options& options, int ranks) {
+Plan make_plan(const BenchOptions& options, int ranks) {
   TORCH_CHECK_VALUE(options.iterations >= 1 && options.iterations <= kMostIterations, "--iters is ",
                     options.iterations, "; it takes 1 to ", kMostIterations);
   TORCH_CHECK_VALUE(options.warmup >= 0 && options.warmup <= kMostIterations, "--warmup is ", options.warmup,

@@ -47,7 +47,7 @@ struct Plan {
 /// The plan for a job of `ranks`. A pure function. Throws c10::ValueError that names the option, its value
 /// and what to write instead. With no collective named, those that the other options rule out are left out;
 /// a named one that is ruled out is an error.
-Plan make_plan(const Options& options, int ranks);
+Plan make_plan(const BenchOptions& options, int ranks);
 
 /// Why the plan does not fit into what the machine has left, with the remedy; nothing when it does.
 std::optional<std::string> memory_objection(const Plan& plan, const MemoryLimits& limits);

@@ -54,7 +54,7 @@ Json to_json(const std::optional<Measurement>& measured) {
 
 }  // namespace
 
-Machine describe_machine() {
+BenchMachine describe_machine() {
   const std::string host = host_name();
   return {.host = host.empty() ? "unknown" : host,
           .cores = usable_cores(),
@@ -70,7 +70,7 @@ Measurement make_measurement(const CollectiveInfo& info, int64_t bytes, int rank
   return measured;
 }
 
-std::string format_header(const Plan& plan, const Machine& machine) {
+std::string format_header(const Plan& plan, const BenchMachine& machine) {
   std::string text =
       "# lockstep bench " + machine.lockstep_version + ", torch " + machine.torch_version + "\n";
   const bool several = machine.topology.spans_hosts();
@@ -146,7 +146,7 @@ std::string format_footer(const std::vector<Row>& rows) {
   return text;
 }
 
-std::string to_json(const Plan& plan, const Machine& machine, const std::vector<Row>& rows) {
+std::string to_json(const Plan& plan, const BenchMachine& machine, const std::vector<Row>& rows) {
   Json json = {{"lockstep", machine.lockstep_version},
                {"torch", machine.torch_version},
                {"host", machine.host},

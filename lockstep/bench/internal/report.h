@@ -14,7 +14,7 @@ namespace lockstep::benchmark {
 
 /// One collective at one size in one placement.
 struct Measurement {
-  Summary time;
+  TimeSummary time;
   double algbw = 0;                  ///< GB/s
   std::optional<double> busbw = {};  ///< GB/s; nothing for a barrier
   int64_t wrong = 0;
@@ -30,14 +30,14 @@ struct Row {
 };
 
 /// Where it was measured.
-struct Machine {
+struct BenchMachine {
   std::string host;  // rank 0's
   int cores = 0;     // of that host
   std::string lockstep_version;
   std::string torch_version;
   Topology topology = {};  // of the ranks that were measured
 };
-Machine describe_machine();
+BenchMachine describe_machine();
 
 Measurement make_measurement(const CollectiveInfo& info, int64_t bytes, int ranks,
                              const std::vector<int64_t>& nanoseconds, int64_t wrong);
@@ -45,7 +45,7 @@ Measurement make_measurement(const CollectiveInfo& info, int64_t bytes, int rank
 /// The table's parts, each ending with a newline. All but the rows begin with '#', and a row has a field for
 /// every column ("-" where there is nothing): the first thirteen are nccl-tests', in its order, the last four
 /// the percentiles.
-std::string format_header(const Plan& plan, const Machine& machine);
+std::string format_header(const Plan& plan, const BenchMachine& machine);
 std::string format_columns(const CollectiveInfo& info);
 std::string format_row(const Plan& plan, const Row& row);
 /// The end of one collective's rows.
@@ -57,6 +57,6 @@ int64_t count_wrong(const std::vector<Row>& rows);
 std::optional<double> average_busbw(const std::vector<Row>& rows);
 
 /// docs/bench.md describes the fields.
-std::string to_json(const Plan& plan, const Machine& machine, const std::vector<Row>& rows);
+std::string to_json(const Plan& plan, const BenchMachine& machine, const std::vector<Row>& rows);
 
 }  // namespace lockstep::benchmark

@@ -117,7 +117,7 @@ ScalingReport make_scaling_report(const std::vector<ScalingRuns>& all, Scaling s
   return report;
 }
 
-std::string format_scaling(const ScalingReport& report, const Machine& machine,
+std::string format_scaling(const ScalingReport& report, const BenchMachine& machine,
                            const std::vector<std::string>& command) {
   std::string text = "# lockstep scaling " + machine.lockstep_version + ", torch " + machine.torch_version +
                      ", host " + machine.host + formatted(", usable cores %d\n", machine.cores);
@@ -135,7 +135,7 @@ std::string format_scaling(const ScalingReport& report, const Machine& machine,
   return text + format_bars(report);
 }
 
-std::string scaling_json(const ScalingReport& report, const Machine& machine,
+std::string scaling_json(const ScalingReport& report, const BenchMachine& machine,
                          const std::vector<std::string>& command) {
   const char* source = report.source == ThroughputSource::kMarked    ? "program"
                        : report.source == ThroughputSource::kTrainer ? "trainer"

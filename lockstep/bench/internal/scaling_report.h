@@ -50,9 +50,9 @@ struct ScalingReport {
 /// `all` holds at least one entry, ascending in ranks.
 ScalingReport make_scaling_report(const std::vector<ScalingRuns>& all, Scaling scaling);
 
-std::string format_scaling(const ScalingReport& report, const Machine& machine,
+std::string format_scaling(const ScalingReport& report, const BenchMachine& machine,
                            const std::vector<std::string>& command);
-std::string scaling_json(const ScalingReport& report, const Machine& machine,
+std::string scaling_json(const ScalingReport& report, const BenchMachine& machine,
                          const std::vector<std::string>& command);
 /// A picture of the speedup, and of what it would be without loss.
 std::string scaling_svg(const ScalingReport& report, const std::vector<std::string>& command);

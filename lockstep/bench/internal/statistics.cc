@@ -14,7 +14,7 @@ int64_t percentile(const std::vector<int64_t>& sorted, double percent) {
   return sorted[std::clamp<size_t>(rank, 1, sorted.size()) - 1];
 }
 
-Summary summarize(std::vector<int64_t> nanoseconds) {
+TimeSummary summarize(std::vector<int64_t> nanoseconds) {
   TORCH_INTERNAL_ASSERT(!nanoseconds.empty());
   std::sort(nanoseconds.begin(), nanoseconds.end());
   const double sum = std::accumulate(nanoseconds.begin(), nanoseconds.end(), 0.0);

@@ -7,7 +7,7 @@
 namespace lockstep::benchmark {
 
 /// Of the iterations' times, in microseconds.
-struct Summary {
+struct TimeSummary {
   double mean = 0;
   double min = 0;
   double p50 = 0;
@@ -20,7 +20,7 @@ struct Summary {
 int64_t percentile(const std::vector<int64_t>& sorted, double percent);
 
 /// Of times in nanoseconds, at least one.
-Summary summarize(std::vector<int64_t> nanoseconds);
+TimeSummary summarize(std::vector<int64_t> nanoseconds);
 
 /// `times` holds one row of `iterations` for each rank: the largest of each iteration, for it is over when
 /// the slowest rank is through.
