@@ -54,7 +54,7 @@ int examine_job(const DoctorArguments& arguments) {
 }
 
 int examine_machine(const DoctorArguments& arguments) {
-  doctor::Options options;
+  doctor::DoctorOptions options;
   options.json = arguments.json;
   options.strict = arguments.strict;
   options.machine = !arguments.self_test_only;

@@ -10,7 +10,7 @@
 
 namespace lockstep::doctor {
 
-int examine(const Options& options, std::ostream& out) {
+int examine(const DoctorOptions& options, std::ostream& out) {
   TORCH_CHECK_VALUE(options.timeout >= std::chrono::seconds(1), "the timeout is ", options.timeout.count(),
                     " ms; it must be at least 1 second");
   TORCH_CHECK_VALUE(options.machine || options.self_test, "there is nothing to do without the self-test");

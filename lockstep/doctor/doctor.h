@@ -7,7 +7,7 @@
 
 namespace lockstep::doctor {
 
-struct Options {
+struct DoctorOptions {
   bool json = false;
   bool strict = false;    ///< warnings fail too
   bool machine = true;    ///< look at the machine; otherwise only the self-test is run
@@ -21,6 +21,6 @@ struct Options {
 
 /// Looks at this machine, writes the report to `out` and returns exit_status() of the findings. Throws
 /// c10::ValueError for bad options.
-int examine(const Options& options, std::ostream& out);
+int examine(const DoctorOptions& options, std::ostream& out);
 
 }  // namespace lockstep::doctor

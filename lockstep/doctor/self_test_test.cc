@@ -58,7 +58,7 @@ TEST(SelfTest, AHangEndsAtTheTimeout) {
 
 TEST(Doctor, ExaminesThisMachine) {
   std::ostringstream out;
-  Options options;
+  DoctorOptions options;
   options.self_test_argv = same_test();
   const int status = examine(options, out);
   EXPECT_THAT(out.str(),
