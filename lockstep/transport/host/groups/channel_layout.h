@@ -25,7 +25,7 @@ constexpr size_t kDetailBytes = 96;
 
 /// A rank's announcement of one operation. Written before `sequence` is stored (release); read after it was
 /// loaded (acquire).
-struct alignas(64) Slot {
+struct alignas(64) AnnouncementSlot {
   std::atomic<uint64_t> sequence;
   uint64_t digest;         // equal on all ranks or the operation is refused
   uint64_t memory_offset;  // where the rank's data lie in its arena …
@@ -35,7 +35,7 @@ struct alignas(64) Slot {
   std::atomic<uint16_t> cpu;
   std::array<std::byte, kDetailBytes> details;
 };
-static_assert(sizeof(Slot) == 128);
+static_assert(sizeof(AnnouncementSlot) == 128);
 
 /// What a leader (or, for all ranks, rank 0) found in the announcements below it.
 struct alignas(64) Summary {
@@ -49,7 +49,7 @@ struct alignas(64) Flag {
 };
 
 /// All-or-none: see OperationOutcome. Group rank 0's is the group's; every member writes it.
-struct alignas(64) Outcome {
+struct alignas(64) OutcomeWords {
   std::atomic<uint64_t> proposal;  // highest sequence that a member thinks of giving up
   std::atomic<uint64_t> decision;  // packed Decision; 0: none yet
   std::atomic<uint64_t> abort;  // 1 + the packed Decision of the member that has aborted the group; 0: none
@@ -109,13 +109,13 @@ struct ControlBlock {
   Flag left;     // 1: this rank has closed the group
   Flag scratch;  // packed reference of this rank's scratch, 0 until there is one
   Flag outside;  // waits of this rank for other hosts that are over
-  Outcome outcome;
+  OutcomeWords outcome;
   OutsideFailure outside_failure;
   MessageEvents messages;
   Recovery recovery;
-  std::array<Slot, 2> slots;        // by the sequence's last bit
-  std::array<Summary, 2> combined;  // leaders, groups beyond 8 ranks
-  std::array<Summary, 2> result;    // rank 0, groups beyond 8 ranks
+  std::array<AnnouncementSlot, 2> slots;  // by the sequence's last bit
+  std::array<Summary, 2> combined;        // leaders, groups beyond 8 ranks
+  std::array<Summary, 2> result;          // rank 0, groups beyond 8 ranks
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 

@@ -111,7 +111,7 @@ class GroupMembers {
                        uint64_t value, int64_t began_ns = 0) const;
 
   // How operations end, see OperationOutcome.
-  layout::Outcome& outcome() const { return block(0).outcome; }
+  layout::OutcomeWords& outcome() const { return block(0).outcome; }
   Decision decision() const { return outcome::decision(outcome()); }
   /// Which member has aborted the group, and why: kAborted by itself, or what the member was told by fail_from_outside(). Its
   /// sequence: operations before that one may still succeed.

@@ -104,7 +104,7 @@ std::byte* HostChannel::own_payload() {
 
 void HostChannel::announce(const Announcement& announcement) {
   failpoint::here("announce");
-  layout::Slot& own = slot(rank_);
+  layout::AnnouncementSlot& own = slot(rank_);
   own.digest = announcement.digest;
   own.details = announcement.details;
   own.has_memory = announcement.memory.has_value();
@@ -208,7 +208,7 @@ const void* HostChannel::combined_payload() const {
 }
 
 std::byte* HostChannel::memory(int rank) {
-  const layout::Slot& announced = slot(rank);
+  const layout::AnnouncementSlot& announced = slot(rank);
   return memory(rank, {announced.memory_segment, announced.memory_offset});
 }
 std::byte* HostChannel::memory(int rank, const MemoryReference& reference) {

@@ -193,7 +193,7 @@ class HostChannel {
   explicit HostChannel(std::shared_ptr<GroupMembers> members);
 
   layout::ControlBlock& block(int rank) const { return members_->block(rank); }
-  layout::Slot& slot(int rank) const { return block(rank).slots[sequence() & 1]; }
+  layout::AnnouncementSlot& slot(int rank) const { return block(rank).slots[sequence() & 1]; }
   std::byte* partial_payload(int rank) const;
   std::byte* result_payload() const;
   layout::Flag& flag_of(Flag flag, int rank) const;

@@ -15,16 +15,16 @@ Decision unpack_decision(uint64_t word) {
   return {word >> 24, word >> 21 & 0x7, static_cast<int>(word >> 9 & 0xfff), static_cast<int>(word & 0x1ff)};
 }
 
-Decision outcome::decision(const layout::Outcome& words) {
+Decision outcome::decision(const layout::OutcomeWords& words) {
   return unpack_decision(words.decision.load(std::memory_order_acquire));
 }
 
-bool outcome::has_failed(const layout::Outcome& words, uint64_t sequence) {
+bool outcome::has_failed(const layout::OutcomeWords& words, uint64_t sequence) {
   const Decision decided = decision(words);
   return decided.is_failure() && decided.sequence <= sequence;
 }
 
-bool outcome::decide(layout::Outcome& words, const Decision& wanted) {
+bool outcome::decide(layout::OutcomeWords& words, const Decision& wanted) {
   uint64_t current = words.decision.load(std::memory_order_acquire);
   do {
     const Decision decided = unpack_decision(current);

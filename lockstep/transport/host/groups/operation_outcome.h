@@ -35,14 +35,14 @@ struct Decision {
 uint64_t pack_decision(const Decision& decision);
 Decision unpack_decision(uint64_t word);
 
-/// The group's words of layout::Outcome. Thread-safe, and safe between processes.
+/// The functions of the group's words. Thread-safe, and safe between processes.
 namespace outcome {
-Decision decision(const layout::Outcome& words);
+Decision decision(const layout::OutcomeWords& words);
 /// Whether this operation was decided to have failed. Of an operation in doubt: a decision on a later one,
 /// whatever it says, was made by a rank that had succeeded in this one.
-bool has_failed(const layout::Outcome& words, uint64_t sequence);
+bool has_failed(const layout::OutcomeWords& words, uint64_t sequence);
 /// Whether `wanted` became the group's decision. A failure stays; success gives way to a later operation's.
-bool decide(layout::Outcome& words, const Decision& wanted);
+bool decide(layout::OutcomeWords& words, const Decision& wanted);
 }  // namespace outcome
 
 /// How one operation ends for one rank: the protocol by which it succeeds on all members or on none.
@@ -71,7 +71,7 @@ class OperationOutcome {
   };
 
   /// `rank`: this member. `sequence`: of the operation, from 1.
-  OperationOutcome(layout::Outcome& words, int rank, uint64_t sequence)
+  OperationOutcome(layout::OutcomeWords& words, int rank, uint64_t sequence)
       : words_(&words), rank_(rank), sequence_(sequence) {}
 
   Phase phase() const { return phase_; }
@@ -97,7 +97,7 @@ class OperationOutcome {
  private:
   bool step_words();
 
-  layout::Outcome* words_;
+  layout::OutcomeWords* words_;
   int rank_;
   uint64_t sequence_;
   Phase phase_ = Phase::kWaiting;

@@ -252,7 +252,7 @@ class Explorer {
   }
 
   const Size size_;
-  mutable layout::Outcome words_{};
+  mutable layout::OutcomeWords words_{};
   std::unordered_set<uint64_t> seen_;
   bool all_succeeded_ = false;
   bool contested_ = false;
