@@ -74,7 +74,7 @@ Scene scene_of(const Picture& all, const GroupPicture& picture, uint64_t sequenc
 
 /// Ranks that called the same, from the same place, are told of together.
 struct Party {
-  Terms terms;
+  CallSignature signature;
   std::string site;
   std::vector<int> ranks;
   const Entry* entry = nullptr;  // the first rank's
@@ -85,16 +85,16 @@ std::vector<Party> parties_of(const Scene& scene) {
   std::map<std::pair<std::string, std::string>, Party> parties;
   std::map<std::string, size_t> camps;
   for (const auto& [rank, entry] : scene.present) {
-    Terms terms = terms_of(*entry, scene.group());
-    ++camps[terms.full];
-    Party& party = parties[{terms.full, site_of(*entry)}];
-    if (party.ranks.empty()) party = {std::move(terms), site_of(*entry), {}, entry};
+    CallSignature signature = signature_of(*entry, scene.group());
+    ++camps[signature.full];
+    Party& party = parties[{signature.full, site_of(*entry)}];
+    if (party.ranks.empty()) party = {std::move(signature), site_of(*entry), {}, entry};
     party.ranks.push_back(rank);
   }
   std::vector<Party> result;
   for (auto& [key, party] : parties) result.push_back(std::move(party));
   const auto weight = [&](const Party& party) {
-    return std::pair(camps[party.terms.full], party.ranks.size());
+    return std::pair(camps[party.signature.full], party.ranks.size());
   };
   std::stable_sort(result.begin(), result.end(),
                    [&](const Party& a, const Party& b) { return weight(a) > weight(b); });
@@ -102,8 +102,9 @@ std::vector<Party> parties_of(const Scene& scene) {
 }
 
 bool agree(const std::vector<Party>& parties) {
-  return std::all_of(parties.begin(), parties.end(),
-                     [&](const Party& party) { return party.terms.full == parties.front().terms.full; });
+  return std::all_of(parties.begin(), parties.end(), [&](const Party& party) {
+    return party.signature.full == parties.front().signature.full;
+  });
 }
 
 /// "rank 0 called it at train.cc:31 (pending for 5.0 s)"
@@ -111,8 +112,8 @@ std::string callers(const Scene& scene, const std::vector<Party>& parties, bool 
   std::string text;
   for (const Party& party : parties) {
     const RankRecord& record = *scene.picture->views.at(party.ranks.front()).record;
-    text += "\n  " + scene.all->who(party.ranks) + " called " + (same ? "it" : party.terms.shown) + " at " +
-            party.site + " (" + state_of(*party.entry, record) + ")";
+    text += "\n  " + scene.all->who(party.ranks) + " called " + (same ? "it" : party.signature.shown) +
+            " at " + party.site + " (" + state_of(*party.entry, record) + ")";
   }
   return text;
 }
@@ -181,7 +182,8 @@ bool shifted(const GroupPicture& picture, int rank, int other, uint64_t sequence
     const auto counterpart = theirs.find(each->first + 1);
     if (counterpart == theirs.end()) break;
     compared = true;
-    if (terms_of(*each->second, picture.group).full != terms_of(*counterpart->second, picture.group).full) {
+    if (signature_of(*each->second, picture.group).full !=
+        signature_of(*counterpart->second, picture.group).full) {
       return false;
     }
   }
@@ -193,11 +195,11 @@ std::string shift_hint(const Scene& scene, const std::vector<Party>& parties) {
   const int many = parties.front().ranks.front();
   const int few = parties.back().ranks.front();
   if (shifted(*scene.picture, few, many, scene.sequence)) {
-    return "\n  " + scene.all->who({few}) + " seems to have left out " + parties.front().terms.shown +
+    return "\n  " + scene.all->who({few}) + " seems to have left out " + parties.front().signature.shown +
            ": what it calls is what rank " + std::to_string(many) + " calls next";
   }
   if (shifted(*scene.picture, many, few, scene.sequence)) {
-    return "\n  " + scene.all->who({few}) + " seems to have called " + parties.back().terms.shown +
+    return "\n  " + scene.all->who({few}) + " seems to have called " + parties.back().signature.shown +
            " in addition: what it calls next is what rank " + std::to_string(many) + " calls";
   }
   return "";
@@ -207,15 +209,15 @@ std::string shift_hint(const Scene& scene, const std::vector<Party>& parties) {
 std::vector<int> dissenters(const std::vector<Party>& parties) {
   std::map<std::string, std::vector<int>> camps;
   for (const Party& party : parties) {
-    auto& camp = camps[party.terms.full];
+    auto& camp = camps[party.signature.full];
     camp.insert(camp.end(), party.ranks.begin(), party.ranks.end());
   }
   size_t most = 0;
-  for (const auto& [terms, ranks] : camps) most = std::max(most, ranks.size());
+  for (const auto& [signature, ranks] : camps) most = std::max(most, ranks.size());
   const auto largest =
       std::count_if(camps.begin(), camps.end(), [&](const auto& camp) { return camp.second.size() == most; });
   std::vector<int> result;
-  for (const auto& [terms, ranks] : camps) {
+  for (const auto& [signature, ranks] : camps) {
     if (ranks.size() < most || largest > 1) result.insert(result.end(), ranks.begin(), ranks.end());
   }
   std::sort(result.begin(), result.end());
@@ -252,7 +254,7 @@ void describe_missing(const Picture& all, const Scene& scene, const std::vector<
   finding.kind = RecordFinding::Kind::kMissing;
   finding.ranks = scene.absent;
   finding.text = "HANG: " + all.who(scene.absent) + " " + number(scene.absent, "has", "have") +
-                 " not called " + parties.front().terms.shown + ", " + scene.place() +
+                 " not called " + parties.front().signature.shown + ", " + scene.place() +
                  callers(scene, parties, true) + hosts_without(scene, scene.absent, "has called it");
   for (size_t i = 0; i < std::min(scene.absent.size(), kMost); ++i) {
     finding.text += absentee(all, scene, scene.absent[i]);
@@ -262,7 +264,7 @@ void describe_missing(const Picture& all, const Scene& scene, const std::vector<
 /// All that are known called the same.
 void describe_agreement(const Scene& scene, const std::vector<Party>& parties, RecordFinding& finding) {
   const bool failed = scene.first_end != std::numeric_limits<int64_t>::max();
-  const std::string what = parties.front().terms.shown + ", " + scene.place();
+  const std::string what = parties.front().signature.shown + ", " + scene.place();
   if (failed && scene.last_call > scene.first_end) {
     finding.kind = RecordFinding::Kind::kLate;
     finding.text = ": called by some when others had given it up, " +

@@ -164,7 +164,7 @@ std::string Picture::whereabouts(int rank) const {
          std::to_string(entry.sequence) + " of " + name_of(group) + ")";
 }
 
-Terms terms_of(const Entry& entry, const GroupRecord& group) {
+CallSignature signature_of(const Entry& entry, const GroupRecord& group) {
   std::vector<std::string> parts;
   if (contains(entry.operation, "reduce") && !entry.detail.empty()) parts.push_back(entry.detail);
   const std::vector<std::string> shapes = shape_texts(entry);
@@ -186,7 +186,7 @@ Terms terms_of(const Entry& entry, const GroupRecord& group) {
 }
 
 std::string call_of(const Entry& entry, const GroupRecord& group) {
-  return terms_of(entry, group).shown;
+  return signature_of(entry, group).shown;
 }
 
 std::string site_of(const Entry& entry) {

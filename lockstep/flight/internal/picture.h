@@ -80,11 +80,11 @@ struct Wait {
 };
 
 /// The parts of an operation that must be equal on all ranks: `full` for comparison, `shown` for people.
-struct Terms {
+struct CallSignature {
   std::string shown;
   std::string full;
 };
-Terms terms_of(const Entry& entry, const GroupRecord& group);
+CallSignature signature_of(const Entry& entry, const GroupRecord& group);
 
 /// "all_reduce(SUM, Float [4])"; "recv(Float [4], from rank 3, tag 7)"
 std::string call_of(const Entry& entry, const GroupRecord& group);
