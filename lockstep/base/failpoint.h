@@ -11,7 +11,7 @@
 ///   error(TEXT)           throws c10::Error with the text
 ///   delay(MILLISECONDS)   waits
 ///   errno(NUMBER)         the system call at that place fails with this error number
-/// and optionally "@COUNT" behind it: acts at the COUNT-th pass (from 1) only. A malformed variable ends the
+/// and optionally "@COUNT" after it: acts at the COUNT-th pass (from 1) only. A malformed variable ends the
 /// program at its start. With the variable unset a failpoint costs one relaxed load.
 namespace lockstep::failpoint {
 

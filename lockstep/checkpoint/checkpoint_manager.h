@@ -93,8 +93,8 @@ class CheckpointManager {
 
   const CheckpointManagerOptions& options() const;
 
-  /// Whether a checkpoint is due behind `step`. Call it once for each step, on all ranks, which get the same
-  /// answer: where time decides, rank 0's clock does. For that it tells the others, ahead, behind which step
+  /// Whether a checkpoint is due after `step`. Call it once for each step, on all ranks, which get the same
+  /// answer: where time decides, rank 0's clock does. For that it tells the others, ahead, after which step
   /// it will look at its clock, so that nearly all calls communicate nothing.
   bool should_save(int64_t step);
   /// The same at the end of an epoch: `epoch` epochs are done. Also true when the epoch's last step was

@@ -24,7 +24,7 @@
 #include <lockstep/testing/rank_server.h>
 #include <lockstep/testing/temporary_folder.h>
 
-// Random ranks are killed at random moments, in the midst of random operations of all kinds. Survivors must
+// Random ranks are killed at random moments, during random operations of all kinds. Survivors must
 // be told which rank it was, must never be told anything wrong, and go on: in groups without the killed
 // ranks, and in a new world.
 namespace lockstep::kill_test {

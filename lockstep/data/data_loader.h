@@ -121,7 +121,7 @@ struct BatchMaker<Dataset, Collate> {
 /// before it. c10 errors keep their type; others arrive as c10::Error with the original nested. The message
 /// names the sample (the batch's samples where get_batch or collate failed). An index outside the data set is
 /// a c10::IndexError. As with Python's next(), an epoch goes on after an error that was caught: the iterator
-/// has no batch then, and so compares equal to the end, and the next ++ asks for the batch behind it (but
+/// has no batch then, and so compares equal to the end, and the next ++ asks for the batch after it (but
 /// for an error of the first batch, which begin() throws, one of a stream's next(), and one of
 /// worker_init_fn). Until that ++, state_dict() has the failed batch among those to come. A batch that does
 /// not come within options.timeout is a c10::Error that names it; the next ++ waits for it again, and leaving

@@ -130,7 +130,7 @@ void judge_speed(const JobObservations& job, const std::vector<PairResult>& pair
   const Typical typical = typical_of(pairs);
   const BadWires bad_wires(job);
   const auto is_slow = [&](const PairResult& pair) {
-    // That the wire is slow has been said, once for all ranks of its hosts.
+    // A slow wire is reported already, once for all ranks of its hosts.
     return !failed(pair) && !bad_wires.between(pair.ranks.first, pair.ranks.second) &&
            (exceeds(latency_of(pair), typical.latency) || exceeds(transfer_of(pair), typical.transfer));
   };

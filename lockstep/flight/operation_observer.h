@@ -44,7 +44,7 @@ struct ObservedOperation {
 /// Hears of each operation of this process: scheduled, then started, then ended; one that is given up before it starts
 /// ends without. Each call comes in the thread in which it happens, several at once for several operations, so that
 /// what it does takes the operation's time. Must not throw, and must neither use a group nor attach or detach.
-/// Operations that began before attach() end unheard-of, or with an id that was never scheduled.
+/// Of operations that began before attach() it hears nothing, or their end with an id that was never scheduled.
 class OperationObserver {
  public:
   virtual ~OperationObserver() = default;

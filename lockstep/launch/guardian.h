@@ -54,7 +54,7 @@ class Guardian {
   /// it can have children of its own. A guardian that is gone is ignored.
   void enlist(pid_t process_group) const;
 
-  /// At first one that is never over. Throws c10::DistBackendError.
+  /// The workers' lease, which never ends until it is set for the first time. Throws c10::DistBackendError.
   GuardianLease lease() const;
 
   pid_t pid() const { return pid_; }

@@ -11,13 +11,13 @@ namespace lockstep::launch {
 /// that the program ignores (under nohup, say) stay ignored. Nor is SIGCHLD ignored meanwhile: the kernel would throw the
 /// workers' exit statuses away. After the last one's end the former dispositions are back. A handler and a pipe rather
 /// than a signalfd: the program may have threads that have these signals unblocked. Several may live at once, each sees
-/// every signal, but for two behind one that ends a job (any but SIGUSR2), which are no impatience: a SIGHUP, for a terminal that
-/// closes sends two, its shell's and the kernel's; and the same signal within kTwice, for timeout(1) sends its to the program and
-/// then to the process group. At most kMost.
+/// every signal, but for two kinds that come after one that ends a job (any but SIGUSR2) and do not ask for haste: a SIGHUP,
+/// for a terminal that closes sends two, its shell's and the kernel's; and the same signal within kTwice, for timeout(1) sends
+/// its to the program and then to the process group. At most kMost.
 class SignalCatcher {
  public:
   static constexpr int kMost = 16;
-  static constexpr std::chrono::milliseconds kTwice{50};  // no one types Ctrl-C twice in so short a time
+  static constexpr std::chrono::milliseconds kTwice{50};  // shorter than between two Ctrl-C that a user types
 
   SignalCatcher();
   SignalCatcher(const SignalCatcher&) = delete;

@@ -75,7 +75,7 @@ void spawn(const SpawnOptions& options, int nprocs, const std::function<void(int
 ///     }
 ///
 /// Each child is this program started again, with the same arguments, environment and working directory. It
-/// runs up to the same call, calls the function there, and ends with status 0 when that returns: code behind
+/// runs up to the same call, calls the function there, and ends with status 0 when that returns: code after
 /// the call is the parent's alone. Therefore
 /// - code before the call runs in every child: keep it free of effects that must happen once (writing files,
 ///   printing);

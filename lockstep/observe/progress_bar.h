@@ -90,7 +90,7 @@ class ProgressBar {
 
   /// `count` more units are done.
   void update(int64_t count = 1);
-  /// Shows "key=value" behind the rate from the next redraw on; a known key gets the new value in its old
+  /// Shows "key=value" after the rate from the next redraw on; a known key gets the new value in its old
   /// place. Numbers are shown with four significant digits.
   void set_postfix(std::string_view key, double value);
   void set_postfix(std::string_view key, std::string_view value);

@@ -18,7 +18,7 @@ class Tensor;
 namespace lockstep {
 
 struct SummaryWriterOptions {
-  /// Behind the default log_dir; without effect where a log_dir is given.
+  /// Appended to the default log_dir; without effect where a log_dir is given.
   std::string comment = {};
   /// The training was resumed in the same log_dir at this step: TensorBoard hides what was logged for this
   /// step and later ones before. See also resume().
@@ -29,7 +29,7 @@ struct SummaryWriterOptions {
   /// Seconds between two times that what was written is forced to the disk, to be safe from a crash of the
   /// machine. Written, and seen by TensorBoard, it is within milliseconds.
   double flush_secs = 120;
-  /// Behind the names of the event files.
+  /// Appended to the names of the event files.
   std::string filename_suffix = {};
   /// Whether this process writes; rank 0 alone unless told.
   std::optional<bool> writes = std::nullopt;

@@ -124,7 +124,7 @@ std::vector<at::Tensor> GradScaler::unscale_gradients(const Optimizer& optimizer
   return found_infs.copies();
 }
 
-/// The ranks that must skip the steps of this optimizer together, if that needs a word.
+/// The ranks that must skip the steps of this optimizer together; none where they do so without communication.
 std::optional<ProcessGroup> GradScaler::group_of(const Optimizer& optimizer) const {
   const auto* zero = dynamic_cast<const ZeroRedundancyOptimizer*>(&optimizer);
   TORCH_CHECK(

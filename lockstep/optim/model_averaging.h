@@ -31,7 +31,7 @@ void average_parameters_or_parameter_groups(const std::vector<torch::optim::Opti
                                             const ProcessGroup& process_group = {});
 
 /// Counts steps and averages in some of them. Without a `process_group` it averages over the default group, whichever that is
-/// in each step: another one behind shrink_group(). Used by one thread at a time.
+/// in each step: another one after shrink_group(). Used by one thread at a time.
 class ModelAverager {
  public:
   explicit ModelAverager(ProcessGroup process_group = {});

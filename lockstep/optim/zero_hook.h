@@ -25,7 +25,7 @@
 /// parameters stepped and others not.
 namespace lockstep {
 
-/// What the modified hooks do behind the hook that averages. Used by the thread that runs backward().
+/// What the modified hooks do after the hook that averages. Used by the thread that runs backward().
 class OverlappedZeroStep {
  public:
   /// `interleaved`: steps each bucket as soon as the next one is ready, else all of them after the last one.

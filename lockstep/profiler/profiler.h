@@ -76,7 +76,7 @@ struct ProfilerOptions {
 ///
 /// While nothing is recorded there is no observer, and nothing has a cost. One profiler of a process may record at a
 /// time, Python's included. Used by one thread: what it records when that ends, or the process by exit(), is lost. A
-/// child that is forked behind the first recording ends by exec or _exit(): exit() waits there for ever, for a thread of
+/// child that is forked after the first recording ends by exec or _exit(): exit() waits there for ever, for a thread of
 /// Kineto's that the child does not have.
 class Profiler {
  public:

@@ -11,7 +11,7 @@ namespace lockstep::profiler {
 
 /// How the time of a step is spent. Each moment belongs to the first of these that it fits: a loader is waited for;
 /// communication, and no operator runs beside it (it is exposed); a backward function; an optimizer; a forward; none of
-/// these. Operators outside of all scopes are forward's up to the step's last backward function, the optimizer's behind it.
+/// these. Operators outside of all scopes are forward's up to the step's last backward function, the optimizer's after it.
 /// Milliseconds.
 struct TracePhaseTimes {
   double data = 0;

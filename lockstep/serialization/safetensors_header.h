@@ -22,7 +22,7 @@ struct SafetensorsEntry {
   std::string name;
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> shape;  ///< torch's; of F4, which has two elements to a byte, in bytes
-  int64_t begin = 0;  ///< first byte, and the one behind the last, counted from the end of the header
+  int64_t begin = 0;           ///< first byte, and the one after the last, counted from the end of the header
   int64_t end = 0;
 };
 
@@ -51,7 +51,7 @@ int64_t lay_out(std::vector<SafetensorsEntry>& tensors);
 /// kMaxSafetensorsHeader.
 std::string make_safetensors_header(const SafetensorsHeader& header);
 
-/// Reads the JSON of a header behind which `data_bytes` of data follow. Throws CheckpointError, beginning
+/// Reads the JSON of a header after which `data_bytes` of data follow. Throws CheckpointError, beginning
 /// with `what`, for anything that is not as it should be; as strict as the original, and about duplicate
 /// names stricter. Takes memory for a small multiple of `json`, whatever it says. Thread-safe.
 SafetensorsHeader parse_safetensors_header(std::string_view json, int64_t data_bytes,

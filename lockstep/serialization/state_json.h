@@ -49,7 +49,7 @@ struct EncodedState {
 
 /// Tensors are named by the way to them, "state.fc1.weight.exp_avg", within the part that is the first key;
 /// with `part`, all are in that part, and the first key is part of the name. What would have a name twice
-/// gets "#2" behind it. Throws c10::ValueError with the place for what can't be encoded, dicts whose keys
+/// gets "#2" at its end. Throws c10::ValueError with the place for what can't be encoded, dicts whose keys
 /// collide (as NaNs do) among it. `owner` begins messages: "state".
 EncodedState encode_state(const StateDict& state, const std::string& owner, const std::string& part = {});
 

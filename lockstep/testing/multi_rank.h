@@ -19,7 +19,7 @@
 ///     }
 ///
 /// Each rank is the test program started again for the current test alone; it runs the test up to the same
-/// call (calls are counted within a test) and ends behind the body. So what stands before the call runs in
+/// call (calls are counted within a test) and ends after the body. So what stands before the call runs in
 /// every rank too; earlier calls of run_ranks return at once there, and earlier run_ranks_collect return
 /// outcomes without content: don't ASSERT on them before another call. OMP_NUM_THREADS is 1 in the ranks. A
 /// rank is forked from a process that has loaded the program, where that makes no difference (rank_server.h),
@@ -73,7 +73,7 @@ void expect_survivors(const std::vector<RankOutcome>& outcomes, const std::vecto
 void run_survivors(int nprocs, const std::vector<int>& victims, const std::function<void(int rank)>& body,
                    RunRanksOptions options = {});
 
-/// Ends this process by SIGKILL: at once, or after that time, in the midst of what it does then.
+/// Ends this process by SIGKILL: at once, or after that time, during what it does then.
 [[noreturn]] void die();
 void die_after(std::chrono::nanoseconds delay);
 

@@ -64,7 +64,7 @@ class StepBatches {
       held_ = std::move(fetched);
       return true;
     }
-    progress_.unseen_batches = 0;  // those behind the last sample need not come again
+    progress_.unseen_batches = 0;  // those after the last sample need not come again
     if (held_.empty()) borrow();
     return false;
   }
@@ -99,7 +99,7 @@ class StepBatches {
   }
 
  private:
-  /// Training has been resumed behind this rank's last batch, while others have more, so there is none to
+  /// Training has been resumed after this rank's last batch, while others have more, so there is none to
   /// stand in with. Any will do, at weight 0; it is not taken from the epoch.
   void borrow() {
     if constexpr (kResumes) {

@@ -265,7 +265,7 @@ class Trainer final : public TrainerCore {
   StepPlan look_behind_last_step() {
     bool has_batch = !loader_progress_.ended;
     if constexpr (train::StepBatches<Loader>::kResumes) {
-      // The steps are done: what is behind them must not fail the training, nor leave the other ranks waiting.
+      // The steps are done: what comes after them must not fail the training, nor leave the other ranks waiting.
       try {
         has_batch = batches_.next() != nullptr;
       } catch (...) {

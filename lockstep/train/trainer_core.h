@@ -145,7 +145,7 @@ class TrainerCore {
   /// The mean of what the rank has noted of the step is step_loss() on all ranks of the group. Collective.
   void share_step_loss(int group_rank, const ProcessGroup& group);
   void apply_gradients(const StepPlan& plan);
-  /// The plan behind the last of max_steps. Without samples the epoch ends there, for no rank has another batch.
+  /// The plan after the last of max_steps. Without samples the epoch ends there, for no rank has another batch.
   /// Collective.
   StepPlan cut_epoch(bool has_batch);
   /// Tells of the exception that is handled now.
@@ -224,7 +224,7 @@ class TrainerCore {
   double step_loss_ = 0;
   MetricAverages step_averages_, epoch_averages_;
   MetricAverages shared_averages_;   // epoch_averages_ of all ranks, as saved or loaded with the shared part
-  int64_t shared_step_ = -1;         // behind which they were taken; -1: never
+  int64_t shared_step_ = -1;         // after which they were taken; -1: never
   MetricAverages window_;            // since the last line of the log
   double window_samples_ = 0;        // of all ranks, since then
   std::optional<double> grad_norm_;  // of the last step, when it was clipped

@@ -227,7 +227,7 @@ TEST(TrainerPipeline, FormsTakeEachOthersCheckpoints) {
 
 TEST(TrainerPipeline, GoesOnAfterARankWasKilled) {
   constexpr int64_t kKilledAt = 3,
-                    kEpochs = 2;  // in the midst of the second epoch, of two steps and a rest each
+                    kEpochs = 2;  // within the second epoch, of two steps and a rest each
   const SharedFolder folder;
   const auto path = folder.path() / "run";
   const auto train_robustly = [&](bool saves, const TrainerCallbacks& callbacks) {

@@ -9,7 +9,7 @@
 namespace lockstep::transport {
 
 /// What ranks of different hosts tell each other beside the data, on the wire's channel 0. Small, so that a
-/// rank keeps a receive for one from each other rank; what stands behind the text is not sent.
+/// rank keeps a receive for one from each other rank; what lies after the text is not sent.
 struct ControlMessage {
   enum class Kind : uint32_t {
     kFailure,      // a group has failed
@@ -36,7 +36,7 @@ struct ControlMessage {
 
   size_t bytes() const { return offsetof(ControlMessage, text) + get_text().size() + 1; }
   void set_text(std::string_view whole) { whole.copy(text.data(), text.size() - 1); }
-  /// Also of a text without the 0 behind it.
+  /// Also of a text without the 0 at its end.
   std::string get_text() const {
     const std::string_view whole(text.data(), text.size());
     return std::string(whole.substr(0, whole.find('\0')));

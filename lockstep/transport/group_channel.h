@@ -86,7 +86,7 @@ class GroupChannel {
   /// Send and receive between members, on whatever hosts.
   MessageChannel& messages() { return messages_ ? *messages_ : host_->messages(); }
   bool failed() const { return host_->failed(); }
-  /// With a reason: what other ranks say of it, behind this rank's name.
+  /// With a reason: what the errors of other ranks say of it, after this rank's name.
   void abort(const std::string& reason = "");
   /// abort() with the cause for which another group of this transport has failed. From any thread.
   void fail_as(const GroupChannel& failed);

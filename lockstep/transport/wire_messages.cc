@@ -126,7 +126,7 @@ bool WireMessages::take(int rank, const std::function<void(Arrival&)>& arrive) {
     Standing& standing = peer.standing[peer.notes_taken % kStanding];
     if (!standing.request->done()) break;
     const wire::RequestStatus status = standing.request->status();
-    if (status == wire::RequestStatus::kPeerLost) break;  // the transport knows
+    if (status == wire::RequestStatus::kPeerLost) break;  // the transport notices the end of the peer itself
     if (status != wire::RequestStatus::kSucceeded) {
       stand(rank, peer.notes_taken);  // for the next try
       C10_THROW_ERROR(DistBackendError, "the wire can't receive from " +
@@ -289,7 +289,7 @@ bool WireMessages::chunk_is_done(WireTransfer& transfer) {
     case wire::RequestStatus::kSucceeded:
       return true;
     case wire::RequestStatus::kPeerLost:
-      return false;  // the transport knows
+      return false;  // the transport notices the end of the peer itself
     default:
       give_up(transfer, /*tell=*/true);
       transfer.state = State::kFailed;

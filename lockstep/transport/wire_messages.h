@@ -45,7 +45,7 @@ struct WireTransfer {
 /// What goes over the wire for the sends and receives of one group: MessageChannel's peers on other hosts.
 ///
 /// Each rank receives in a channel of the wire of its own. From each sender come *notes*, numbered: a header, and
-/// behind it a message of at most kInlineBytes. The receiver keeps a few receives posted, and a sender has at most
+/// after it a message of at most kInlineBytes. The receiver keeps a few receives posted, and a sender has at most
 /// 32 messages and offers on their way. A note, once it is sent, stays sent; its bytes are the wire's then.
 ///
 ///     sender            receiver

@@ -8,7 +8,7 @@ namespace lockstep {
 /// What shows that a training step begins, the more telling last.
 enum class StepMark {
   kBatch,    ///< a loader is asked for a batch
-  kForward,  ///< the first forward of a wrapper (DistributedDataParallel, say) behind a finished backward, a pipeline's step
+  kForward,  ///< the first forward of a wrapper (DistributedDataParallel, say) after a finished backward, a pipeline's step
 };
 
 /// When a program that calls no step() begins one: at these marks, but each step at one of them alone. Marks of the most

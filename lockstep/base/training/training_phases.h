@@ -18,10 +18,10 @@ namespace lockstep {
 enum class TrainingPhase : uint32_t {
   kNone,       ///< no step has begun
   kData,       ///< a loader is asked for a batch
-  kForward,    ///< behind the batch or the begin of forward; the loss belongs to it
+  kForward,    ///< from the batch or the begin of forward on; the loss belongs to it
   kBackward,   ///< from the first gradient to the end of autograd
   kWaiting,    ///< in a group's operation
-  kOptimizer,  ///< behind backward; all else between steps belongs to it
+  kOptimizer,  ///< after backward; all else between steps belongs to it
 };
 inline constexpr size_t kTrainingPhases = 6;
 /// "data", "forward", "backward", "waiting", "optimizer"; "" of kNone.
@@ -109,7 +109,7 @@ void enter_phase(TrainingPhase phase, bool from_any_thread = false);
 void count_samples(int64_t samples);
 
 /// One action of a plan that other ranks know, a pipeline's schedule, is carried out from construction to destruction; by any
-/// thread. When the process ends or is stopped in its midst, they name it. Not nested.
+/// thread. When the process ends or is stopped during it, they name it. Not nested.
 class TellingAction {
  public:
   /// `stage` below 2^24; `type`: a letter.

@@ -40,7 +40,7 @@ std::string none_there_text(const std::filesystem::path& root, const std::vector
 /// What a manager calls a checkpoint: step-00000100, step-00000100-emergency.
 std::string managers_name(const CheckpointInfo& info);
 
-/// Whether a manager calls its checkpoints so: step-00000100, with -emergency behind it, and with .replaced.
+/// Whether a manager calls its checkpoints so: step-00000100, with -emergency after it, and with .replaced.
 bool is_managers_name(const std::filesystem::path& directory);
 
 /// Where a checkpoint is moved while another takes its name, on file systems that can't exchange names. It is

@@ -10,8 +10,8 @@
 namespace lockstep::checkpoint::internal {
 
 /// When a checkpoint is due. Steps and epochs every rank counts for itself. Time is the leader's business:
-/// behind steps that it names ahead it looks at its clock and tells the others whether to save now, and
-/// behind which step it will look again: at half the steps that are likely to be left, so that a wait of a
+/// after steps that it names ahead it looks at its clock and tells the others whether to save now, and
+/// after which step it will look again: at half the steps that are likely to be left, so that a wait of a
 /// thousand steps costs some ten such messages. Not thread-safe.
 class SaveSchedule {
  public:

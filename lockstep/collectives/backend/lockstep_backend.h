@@ -50,7 +50,7 @@ class CallSite {
 /// c10d's backends for devices: a call takes the values that the current stream will have made, wait() ends
 /// on the host when the operation is done, and then has the current stream wait for the results.
 ///
-/// Behind every c10d::ProcessGroup that init_process_group() and new_group() give. Collectives run in order
+/// The backend of every c10d::ProcessGroup that init_process_group() and new_group() give. Collectives run in order
 /// of submission; reductions in rank order, so all ranks and all runs get the same bits. Sends and receives
 /// have an order of their own, per pair of ranks and tag. After a failure every further operation fails with
 /// the first cause. What each operation takes and gives: functional.h. Thread-safe.

@@ -212,7 +212,7 @@ struct Float16Conversion {
 using BFloat16 = Narrow<BFloat16Conversion>;
 
 #if defined(__F16C__)
-/// float16 by the machine's own conversions, which are blind to flush-to-zero modes.
+/// float16 by the machine's own conversions, which flush-to-zero modes do not affect.
 struct Float16 {
   using Value = float;
   static constexpr size_t kSize = 2;

@@ -8,7 +8,7 @@
 namespace lockstep::data::internal {
 
 /// The current batch of an epoch and those to come. Move-only; the end is std::default_sentinel. `Epoch` has next(), which
-/// returns an owning pointer to the next batch, null behind the last one.
+/// returns an owning pointer to the next batch, null after the last one.
 template <class Batch, class Epoch>
 class BatchIterator {
  public:

@@ -50,9 +50,9 @@ class DistributedSampler final : public Sampler {
     if (epoch != epoch_) latest_start_.reset();
     epoch_ = epoch;
   }
-  /// Always true. The samples at `position` and behind it in the epoch's permutation are assigned as those
+  /// Always true. The samples at `position` and after it in the epoch's permutation are assigned as those
   /// of a whole epoch are: rank 0 gets the first. When N ranks have seen b samples each, that is at N·b.
-  /// Throws c10::ValueError when it is negative; at the data set's end and behind it nothing is left.
+  /// Throws c10::ValueError when it is negative; at the data set's end and beyond it nothing is left.
   bool start_at(int64_t position) override;
 
   /// Python's num_samples: how many indices this rank gets per epoch. After start_at(), of what is left.

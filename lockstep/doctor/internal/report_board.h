@@ -17,7 +17,7 @@ class Store;
 
 namespace lockstep::doctor {
 
-/// Collects what all ranks have to say, through the store, so that what is tested (process groups) is not
+/// Collects a text from each rank, through the store, so that what is tested (process groups) is not
 /// needed to tell how the test went. Unlike store_all_gather() it goes on without a rank that does not
 /// answer.
 ///

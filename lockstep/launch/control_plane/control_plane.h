@@ -28,7 +28,7 @@ namespace lockstep::launch {
 struct Endpoint {
   std::vector<SocketAddress> addresses;  // to connect to
   UniqueFd listener;                     // of the coordinator: listens, and does not block
-  std::string caution = {};              // what the user is to know of where it listens; empty: nothing
+  std::string caution = {};              // a warning about the address at which it listens; empty: none
   std::function<std::vector<SocketAddress>()> find = {};  // of another host: looks the addresses up again
 };
 
@@ -74,7 +74,7 @@ class ControlPlane {
   /// Readable while there is a task.
   int fd() const { return tasks_event_.get(); }
   std::optional<Task> take();
-  /// From now on, until workers_ended(), the thread renews their guardian's lease with each word of the coordinator. Before
+  /// From now on, until workers_ended(), the thread renews their guardian's lease with each message of the coordinator. Before
   /// the first worker.
   void guard(GuardianLease lease);
   /// See AgentState::workers_ended.
@@ -100,7 +100,7 @@ class ControlPlane {
   std::optional<WorkersEnd> ended_;
   int leaving_ = 0;
   std::optional<GuardianLease> guard_;  // while there are workers
-  BootTime lease_until_ = {};           // by the coordinator's word
+  BootTime lease_until_ = {};           // as the coordinator's last message allows
   std::atomic<bool> stop_{false};
   BackgroundThread thread_;
 };

@@ -209,7 +209,7 @@ class CoordinatorServer::Peer : public EventHandler {
   }
 
   CoordinatorServer& server_;
-  UniqueFd plain_;  // until it is known what it speaks
+  UniqueFd plain_;  // until its protocol is known
   std::unique_ptr<TlsConnection> tls_;
   Phase phase_ = Phase::kUnknown;
   const std::string from_;  // its address

@@ -19,7 +19,7 @@ inline std::string framed(std::string_view message) {
   return bytes.append(message);
 }
 
-/// Takes the stream apart again. Holds no more than one message and what came behind it in one append().
+/// Takes the stream apart again. Holds no more than one message and what came after it in one append().
 class FrameReader {
  public:
   explicit FrameReader(size_t most = kMostMessageBytes) : most_(most) {}
@@ -37,7 +37,7 @@ class FrameReader {
     bytes_.erase(0, 4 + size);
     return message;
   }
-  /// What has come behind the last message, where bytes of another kind follow.
+  /// What has come after the last message, where bytes of another kind follow.
   std::string take_rest() { return std::exchange(bytes_, {}); }
   /// A length was out of range; nothing that follows can be read.
   bool broken() const { return broken_; }

@@ -31,7 +31,7 @@ std::string encode(const WatchGreeting& greeting);
 /// Takes the greeting off the bytes that a connection began with. Nothing while it is not complete.
 std::optional<WatchGreeting> take_watch_greeting(std::string& bytes);
 
-/// What a WatchServer sends behind its greeting, as a message, to one for which it has no place.
+/// What a WatchServer sends after its greeting, as a message, to one for which it has no place.
 inline constexpr std::string_view kNoPlace = "no place";
 
 /// "Lockstep 0.2.0 (messages of version 3)": for people.

@@ -51,7 +51,7 @@ class AgentState {
   uint64_t newest_generation() const { return newest_generation_; }
   /// The number of the last order that was carried out.
   uint64_t order() const { return self_.order; }
-  /// Whether the coordinator's last word is that this host runs no workers for now.
+  /// Whether the coordinator's last order is that this host runs no workers for now.
   bool idles() const { return order_ && order_->command == Command::kIdle; }
   /// Whether the coordinator has asked for a status since the last call.
   bool take_question() { return std::exchange(asked_, false); }

@@ -119,7 +119,7 @@ class Judgement {
 
   MembershipDecision running() {
     // Losses come before failures: the workers of a host fail because those of another have gone. Not those of a host
-    // that has finished: nothing more is wanted of it, and its last word stands.
+    // that has finished: nothing more is wanted of it, and its last status counts.
     const Pointers gone = in_world([&](const Member& member) { return lost(member) && !finished(member); });
     if (!gone.empty()) {
       return stop("no word from " + names_of(gone) + " for " + seconds_text(options_.lost_after) +

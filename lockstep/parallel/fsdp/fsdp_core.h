@@ -176,7 +176,7 @@ class FsdpCore final {
   std::vector<at::Tensor> ignored_;                                // those of them that are not sharded
   std::unordered_map<std::string, at::ScalarType> buffer_dtypes_;  // their own, of those that were cast
   int no_sync_depth_ = 0;
-  std::atomic<int64_t> marked_ = -1;  // behind which reduced backward mark_step() was called
+  std::atomic<int64_t> marked_ = -1;  // after which reduced backward mark_step() was called
   std::shared_ptr<const fsdp::internal::ShardGroups> groups_;
   std::unique_ptr<fsdp::internal::ShardedWeights> weights_;
   std::unique_ptr<fsdp::internal::WeightWindows> windows_;

@@ -223,7 +223,7 @@ TEST(FsdpOffload, WhatAKilledJobHasLeftIsRemoved) {
               EXPECT_THAT(SharedFolder::entries_of(folder.path()), IsEmpty());
             },
             {.environment = folder.environment()});
-  // Killed in the midst of a training there is nothing to remove.
+  // Killed during a training there is nothing to remove.
   const auto killed =
       testing::run_ranks_collect(1,
                                  [&](int) {

@@ -19,12 +19,12 @@ namespace fsdp {
 /// What lies where, under torch's names. On the CPUs of one host each weight lies once in shared memory, whatever is
 /// chosen, so the first, the second and the last come to the same. Over several hosts HYBRID_SHARD is that on each host;
 /// with the other two, and on devices, a rank has its rows alone, and parameters are gathered for forward and backward:
-/// with FULL_SHARD they are freed behind each, with SHARD_GRAD_OP behind backward. HYBRID_SHARD on devices is FULL_SHARD
+/// with FULL_SHARD they are freed after each, with SHARD_GRAD_OP after backward. HYBRID_SHARD on devices is FULL_SHARD
 /// over each host's ranks.
 enum class ShardingStrategy { FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD };
 
 /// When the next group of gathered parameters is gathered in backward: before the current one's gradients are computed,
-/// or behind, which takes less memory and overlaps less. torch/distributed/fsdp/api.py.
+/// or after, which takes less memory and overlaps less. torch/distributed/fsdp/api.py.
 enum class BackwardPrefetch { BACKWARD_PRE, BACKWARD_POST };
 
 /// Lower precision for forward, backward and reduction, while the shards that the optimizer sees stay as they are. Only

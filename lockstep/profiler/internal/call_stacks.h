@@ -15,7 +15,7 @@
 namespace lockstep::profiler::internal {
 
 /// The C++ calls that led to each operator of the thread that makes it, and of those that autograd starts for that one;
-/// Kineto gathers only Python's. Made behind the begin of Kineto's recording and ended before its end, both hear of the
+/// Kineto gathers only Python's. Made after the begin of Kineto's recording and ended before its end, both hear of the
 /// same operators. One of a process at a time; made and ended in one thread.
 class CallStacks {
  public:

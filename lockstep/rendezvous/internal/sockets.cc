@@ -115,7 +115,7 @@ bool try_connect(const SocketAddress& address, Deadline deadline, std::string& w
   }
   if (error == 0 && connected_to_itself(socket.get())) error = ECONNREFUSED;
   if (error == 0) {
-    // A moment, also where the connection came at the last one.
+    // 200 ms at least, also where the connection came just before the deadline.
     const auto patience = std::clamp<std::chrono::nanoseconds>(
         deadline.remaining(), std::chrono::milliseconds(200), std::chrono::seconds(3));
     if (answers_as_store(socket.get(), Deadline::after(patience))) return true;

@@ -18,7 +18,7 @@ StoreCache::~StoreCache() {
   forget_if_forked();
   for (auto& [address, entry] : entries_) {
     if (!entry->file) continue;
-    // A FileStore signs off in its file, which it may read for ever (file_store.h).
+    // Before its end a FileStore notes in its file that it leaves; that may never return (file_store.h).
     try {
       auto sign_off = [store = std::exchange(entry->store, {})]() mutable {
         store.reset();
@@ -33,8 +33,8 @@ StoreCache::~StoreCache() {
 
 void StoreCache::forget_if_forked() {
   if (!guard_.in_forked_child()) return;
-  // Leaked on purpose: the servers' threads exist in the parent only, and a FileStore would sign off in its
-  // name.
+  // Leaked on purpose: the servers' threads exist in the parent only, and a FileStore would note in its
+  // file that the parent's leaves.
   new std::map<std::string, std::shared_ptr<Entry>>(std::move(entries_));
   entries_.clear();
   guard_ = ForkGuard();

@@ -16,7 +16,7 @@
 
 namespace lockstep::rendezvous_internal {
 
-/// What a call of a TextStore may take behind its deadline.
+/// What a call of a TextStore may take beyond its deadline.
 constexpr auto kStoreGrace = std::chrono::seconds(2);
 
 /// A store as it is used while ranks meet: it holds texts and numbers, and its calls end. Where those of the store itself

@@ -32,7 +32,7 @@ enum class Global : uint32_t {
   kDevice,
   kEncode,
   kBytes,
-  kStorageClasses = 100,  // + index in kStorageTypes; behind the last: kUntypedStorage
+  kStorageClasses = 100,  // + index in kStorageTypes; after the last: kUntypedStorage
   kDtypes = 200,          // + index in kNewTypes
 };
 

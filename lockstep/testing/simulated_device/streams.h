@@ -18,11 +18,11 @@ namespace lockstep::testing::simulated {
 /// is ahead of them. Thread-safe; lives as long as the process.
 class StreamQueue {
  public:
-  /// Runs `function` behind all that came before. It must not throw.
+  /// Runs `function` after all that came before. It must not throw.
   void submit(std::function<void()> function);
   /// The same, at once and in the caller's thread when nothing is ahead. For functions that don't wait.
   void submit_or_run(std::function<void()> function);
-  /// Runs `function` behind all that came before; it is done when this returns. Throws what it throws.
+  /// Runs `function` after all that came before; it is done when this returns. Throws what it throws.
   void run(const std::function<void()>& function);
   /// Whether everything that was submitted is done.
   bool idle();

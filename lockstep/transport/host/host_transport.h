@@ -42,7 +42,7 @@ struct EndOfFarRank;
 ///
 /// One per process and job (world); the groups' channels stand on it. It holds this rank's arena, a mapping of every
 /// neighbour's segments, the wire to the other hosts if there are any, and one monitor thread, which maps further
-/// segments as they arrive, hears what other hosts have to say, and notices when a peer ends. Knows nothing of
+/// segments as they arrive, receives the control messages of other hosts, and notices when a peer ends. Knows nothing of
 /// operations. Thread-safe. Lifetime: channels and arena memory keep what they need alive; when the last goes, the peers
 /// are told that this rank left in good order.
 class HostTransport : public std::enable_shared_from_this<HostTransport> {
@@ -91,7 +91,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// Says that the program calls ranks by other numbers than the job did at its start: messages, which keep
   /// to the job's, say so from now on.
   void set_renumbered() { renumbered_.store(true, std::memory_order_relaxed); }
-  /// " of the job" then, else "": what stands behind "rank 2" in messages.
+  /// " of the job" then, else "": what follows "rank 2" in messages.
   const char* of_the_job() const { return renumbered_.load(std::memory_order_relaxed) ? " of the job" : ""; }
   Arena& arena() { return *arena_; }
   const std::shared_ptr<Arena>& shared_arena() const { return arena_; }
@@ -105,7 +105,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   uint32_t endings() const { return endings_.load(std::memory_order_acquire); }
   bool has_ended(int rank) const { return peers_[rank]->ended.load(std::memory_order_acquire); }
   /// "rank 2 (pid 4242) was killed by signal 9 (SIGKILL)". Takes up to 50 ms for a peer that has just ended. Of one on
-  /// another host its neighbours' word is awaited for 300 ms; then those that live are asked, for up to 3 s in all.
+  /// another host its neighbours' message is awaited for 300 ms; then those that live are asked, for up to 3 s in all.
   std::string describe_end(int rank);
   /// " in 2B3": what a rank of this host does of a plan, or did when it ended; "" where it has none, and of other hosts'.
   std::string in_action(int rank) const;

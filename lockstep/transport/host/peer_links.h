@@ -33,7 +33,7 @@ struct OtherHosts {
   /// Passes the first messages between hosts: once the ranks of this host are linked, with the answer of connect_peers().
   /// `look`, again and again, throws when a rank of this host has ended or another one has failed the joining for all.
   std::function<void(const std::vector<PeerLink>& links, const std::function<void()>& look)> meet = {};
-  /// Behind that, again and again: throws c10::DistBackendError when a rank is lost.
+  /// To be called again and again after that: throws c10::DistBackendError when a rank is lost.
   std::function<void()> look = {};
 };
 

@@ -21,7 +21,7 @@ class AgreementPayload {
   virtual ~AgreementPayload() = default;
   /// For the payloads of a host of more than eight members, if any.
   virtual const transport::PayloadCombiner* combiner() const { return nullptr; }
-  /// On the leader, behind the announcements of its host: what it says for them. Returns its bytes.
+  /// On the leader, after the announcements of its host: what it says for them. Returns its bytes.
   virtual size_t combine_host(void* part, transport::HostChannel& host) const = 0;
   /// On each leader: the result, at most kPayloadBytes, of all hosts' parts in host order. The parts stay as long as the
   /// result, and its members see them at the same distance from it.
@@ -40,7 +40,7 @@ class Agreement {
   /// Messages that an error has left under way are over when the operation is.
   ~Agreement() { channel_.cancel_requests(); }
 
-  /// Behind the own announcement, of `signature`: waits for the host's, then for the other hosts'. Throws
+  /// After the own announcement, of `signature`: waits for the host's, then for the other hosts'. Throws
   /// ChannelError; kMismatch on all ranks of all hosts if two differ, with a text that says who called what.
   /// `scratch_bytes`: what the operation needs of this rank's.
   void reach(const Signature& signature, size_t scratch_bytes, const AgreementPayload* payload = nullptr);

@@ -8,7 +8,7 @@ namespace lockstep::algorithms::hosts {
 
 /// kDirect and kPairwise of float32 slices whose messages are encoded (kernels/wire_codec.h). Within a host, and in
 /// what is folded, nothing is rounded. Each partial is rounded once, by the host whose it is; an average is divided
-/// behind the last addition.
+/// after the last addition.
 ///
 /// kDirect: all fold the decoded partials of all hosts, their own too, in host order. kPairwise: the owner of a part
 /// folds its own partial as it is, then the decoded ones of the others in host order; the result is rounded once more,

@@ -11,7 +11,7 @@
 
 namespace lockstep::algorithms::hosts {
 
-/// A large reduction, behind its agreement. Each segment takes this way:
+/// A large reduction, after its agreement. Each segment takes this way:
 ///
 ///     staged → reduced → exchanged → fetched
 ///

@@ -46,7 +46,7 @@ class SliceExchange {
   virtual size_t encoded_results(size_t) const { return 0; }
   /// Begins a step: puts its messages into crossing.requests.
   virtual void post(int step, Crossing& crossing) = 0;
-  /// Ends it, when all these are done. Behind the last step `partial` is the result, on all hosts or the root's.
+  /// Ends it, when all these are done. After the last step `partial` is the result, on all hosts or the root's.
   virtual void complete(int step, Crossing& crossing) = 0;
 };
 

@@ -22,7 +22,7 @@ class SmallExchange final : public AgreementPayload {
   SmallExchange(transport::GroupChannel& channel, const Exchange& exchange)
       : channel_(channel), exchange_(exchange) {}
 
-  /// Behind write_offer(): announces, reaches the agreement, and compares sizes if they are to be. True if the exchange
+  /// After write_offer(): announces, reaches the agreement, and compares sizes if they are to be. True if the exchange
   /// was small: it is committed then, and all is consumed. `scratch_bytes`: what it needs of this rank's otherwise.
   bool run(Agreement& agreement, const Signature& signature, size_t scratch_bytes, const Consume& consume);
 

@@ -10,7 +10,7 @@ namespace lockstep {
 
 struct WorkRecord::Prepared {
   at::RecordFunction function;
-  at::ThreadLocalState submitter;  // its profile is a part of that
+  at::ThreadLocalState submitter;  // with the state of its thread's profiler
   const char* title;
   std::vector<c10::IValue> inputs;
 };

@@ -15,7 +15,7 @@ namespace lockstep::data::internal {
 /// order mark at the beginning is left out.
 ///
 /// Errors are c10::Errors that name the file and the line: a quote that is not closed, something else than a
-/// delimiter behind a closing one, a row of more than 16 MiB or 8,388,608 fields. Not thread-safe.
+/// delimiter after a closing one, a row of more than 16 MiB or 8,388,608 fields. Not thread-safe.
 class CsvReader {
  public:
   CsvReader(const std::string& path, char delimiter, char quote);

@@ -8,7 +8,7 @@
 
 namespace lockstep::data::internal {
 
-/// The code point at `position`, which moves behind it. Throws c10::ValueError with the position for what
+/// The code point at `position`, which moves past it. Throws c10::ValueError with the position for what
 /// Unicode calls ill-formed: stray and missing continuation bytes, overlong forms, surrogates, and what lies
 /// beyond U+10FFFF (The Unicode Standard, table 3-7).
 inline char32_t next_code_point(std::string_view text, int64_t& position) {

@@ -162,7 +162,7 @@ void ReplicaState::bring_in_step(int count) {
       follow(replica.buffers[k], original, /*is_private=*/i > 0 && !original.requires_grad());
     }
     for (size_t k = 0; k < original_.modules.size(); ++k) {
-      // train() goes down the tree; the modules below come later in this order and have their own say.
+      // train() goes down the tree; the modules below come later in this order, and get their own mode then.
       const bool training = original_.modules[k]->is_training();
       if (replica.modules[k]->is_training() != training) replica.modules[k]->train(training);
     }

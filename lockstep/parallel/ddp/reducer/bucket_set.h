@@ -42,7 +42,7 @@ class BucketSet {
   void begin_round();
   /// Whether all that this rank adds to the parameter's gradient is in its bucket, in this round.
   bool ready(size_t parameter) const { return ready_[parameter]; }
-  /// Behind take() and its like, for what is ready moves along when its bucket gets other memory.
+  /// After take() and its like, for what is ready moves along when its bucket gets other memory.
   void mark_ready(size_t parameter);
 
   /// Autograd is about to accumulate a gradient, and has done so.

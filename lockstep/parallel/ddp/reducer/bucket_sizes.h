@@ -25,7 +25,7 @@ class BucketSizes {
 
   /// The round that has been reduced, with buckets in the order of arrival.
   void measure(const ReductionRound& round, const std::vector<Bucket>& buckets);
-  /// Before a forward, behind so many rounds: chooses sizes when that is due, by rank 0's measurements;
+  /// Before a forward, after so many rounds: chooses sizes when that is due, by rank 0's measurements;
   /// collective then. Whether they have changed.
   bool tune(int64_t rounds);
   /// Whether sizes were chosen, be they others or not.

@@ -36,10 +36,10 @@ struct ReductionProgress {
 /// Autograd leaves a weight's gradient in .grad of the module's parameter. When those of a group of weights are there,
 /// and it is the group's turn (ReductionSchedule), they are copied into buffers of a ring in shared memory, part by part,
 /// and dropped; reduce-scatters leave each rank the averages of its rows, which become, or are added to, the gradients of
-/// its shards when backward ends. Over several hosts this is done on each; behind it an all_reduce makes averages of the
+/// its shards when backward ends. Over several hosts this is done on each; after it an all_reduce makes averages of the
 /// hosts' ones, while backward goes on. Weights that no rank has a gradient for get none.
 ///
-/// A backward may reach several models, in an order that is another one on each rank: behind it their reductions end in the
+/// A backward may reach several models, in an order that is another one on each rank: after it their reductions end in the
 /// order in which the models were made.
 ///
 /// In place of a gradient that was taken away, one without values stays (on the meta device) until autograd has another

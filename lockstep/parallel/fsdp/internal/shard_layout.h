@@ -73,7 +73,7 @@ class PieceLayout {
   int64_t piece_numel_ = 0;
 };
 
-/// Where blocks of these sizes begin one after the other, each on a cache line, and behind the last one the end.
+/// Where blocks of these sizes begin one after the other, each on a cache line, and after the last one the end.
 std::vector<int64_t> aligned_offsets(const std::vector<int64_t>& bytes);
 
 }  // namespace lockstep::fsdp::internal

@@ -74,7 +74,7 @@ struct alignas(64) MessageEvents {
 using SharedRankSet = std::array<std::atomic<uint64_t>, kMaxRanks / 64>;
 
 /// What a member says in one round of shrinking the group; see MembershipAgreement. `round` is stored last,
-/// and is 0 while the rest changes, so a reader that finds the same round before and behind its reading has
+/// and is 0 while the rest changes, so a reader that finds the same round before and after its reading has
 /// read that round's.
 struct alignas(64) RecoveryRecord {
   std::atomic<uint64_t> round;
@@ -98,7 +98,7 @@ struct alignas(64) OutsideFailure {
   std::array<char, kBytes> text;  // ends with 0; empty: this rank was told nothing
 };
 
-/// Behind each block follow, for each member, a word in which that member puts the reference of its mailbox
+/// After each block follow, for each member, a word in which that member puts the reference of its mailbox
 /// for this rank, and a byte in which it says that it has closed the group; then the payloads.
 struct ControlBlock {
   Doorbell doorbell;

@@ -138,7 +138,7 @@ class GroupMembers {
   /// Wakes all waiters of all members, for a failure or an abort.
   void tell_failure() const;
   /// Makes the operation in progress, or the next one, fail on all members, unless it has succeeded already.
-  /// `reason`, if given, stands behind this rank's name in all members' errors.
+  /// `reason`, if given, follows this rank's name in all members' errors.
   void abort(const std::string& reason = "");
   /// abort() because of what has happened on another host, of the operations from failure.sequence on. All members here
   /// say its text then. From any thread.

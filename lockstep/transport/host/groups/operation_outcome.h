@@ -50,7 +50,7 @@ bool decide(layout::OutcomeWords& words, const Decision& wanted);
 /// An operation has succeeded when the flags of all members are set for which its last wait waits. A rank
 /// that wants to give up before that first says so (proposal), then looks at the flags again: if they are set
 /// after all, it goes on. A rank that has seen all flags looks whether any rank proposes to give up; only
-/// then both meet at the compare-and-swap, and the first one decides. Fences behind the proposal and behind
+/// then both meet at the compare-and-swap, and the first one decides. Fences after the proposal and after
 /// the flags make sure that not both can miss the other: either the one sees the proposal, or the other sees
 /// all flags.
 ///
@@ -77,7 +77,7 @@ class OperationOutcome {
   Phase phase() const { return phase_; }
   /// From kWaiting, when the wait is to end with an error. `culprit`: a rank of the transport.
   void give_up(FailureKind kind, int culprit);
-  /// From kWaiting, behind the last wait.
+  /// From kWaiting, after the last wait.
   void see_all();
   /// Whether the next step belongs to the protocol; otherwise the caller waits, or it is over.
   bool is_stepping() const {

@@ -11,7 +11,7 @@ namespace lockstep::transport {
 /// A second mapping of shared memory, at another address, through which nothing can be written: for memory that its owner
 /// alone may write, through the first mapping. It sees what is written there at once. A write through it ends the process
 /// by SIGSEGV, with a note on standard error that names what lies at the address; a handler of SIGSEGV that the program has
-/// installed before the first view runs behind the note.
+/// installed before the first view runs after the note is written.
 ///
 /// It keeps the pages, whatever becomes of the first mapping. Forked children have none of it. Thread-safe.
 class ReadOnlyView {

@@ -39,7 +39,7 @@ inline void on_ranks(const Hosts& hosts, const std::function<void(transport::Gro
       hosts, [&](const std::shared_ptr<transport::GroupChannel>& channel) { body(*channel); });
 }
 
-/// What the failure says that `call` must meet, behind a barrier, whose end may meet it already.
+/// What the failure says that `call` must meet, after a barrier, whose end may meet it already.
 inline std::string failure_of(transport::GroupChannel& channel, const std::function<void()>& call,
                               transport::FailureKind kind) {
   return transport::failure_of(
@@ -50,7 +50,7 @@ inline std::string failure_of(transport::GroupChannel& channel, const std::funct
       kind);
 }
 
-/// The texts of the mismatches that all ranks must meet in `call`, and again behind it.
+/// The texts of the mismatches that all ranks must meet in `call`, and again after it.
 inline std::set<std::string> mismatch_texts(const Hosts& hosts,
                                             const std::function<void(transport::GroupChannel&)>& call) {
   constexpr auto kMismatch = transport::FailureKind::kMismatch;

@@ -27,7 +27,7 @@ namespace lockstep::fsdp::internal {
 /// parameter's name or, after refuse(), with a failure's text. Used by one thread at a time.
 ///
 /// A unit's rows travel as bytes in one operation, each weight's straight to its place: a rank has most_rows() of each, so
-/// the ranks' rows, one rank's behind the other's, are the weight.
+/// the ranks' rows, one rank's after the other's, are the weight.
 ///
 /// On a device units are gathered on a stream of their own, into memory that its allocator has for that stream, beside
 /// what other streams compute. The host waits for the other ranks' headers, in an operation of their own on the CPU, and
@@ -80,7 +80,7 @@ class GatheredWeights final : public ShardedWeights {
   struct Unit {
     std::string name;
     std::vector<size_t> weights;
-    std::vector<int64_t> offsets;  // in the memory, by weight; behind the last one its size
+    std::vector<int64_t> offsets;  // in the memory, by weight; after the last one its size
     at::Tensor memory = {};        // while it is gathered, and whole
     Header header = {};
     std::vector<Header> headers = {};    // of all ranks
