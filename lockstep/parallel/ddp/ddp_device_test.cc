@@ -386,7 +386,7 @@ TEST(FingerprintOnDevice, LooksAtBytesWhereItCouldKeepThem) {
     const Tensors tensors{torch::full({5}, std::numeric_limits<double>::quiet_NaN(), device),
                           torch::ones({40}, device)};
     const auto change_unseen = [&] { tensors[1].data().mul_(2); };  // as LibTorch's optimizers do
-    internal::Fingerprint fingerprint;
+    Fingerprint fingerprint;
     for (int round = 0; round < 3; ++round) {
       if (round == 2) tensors[1].set_data(torch::ones({40}, device));  // the views are of other memory now
       fingerprint.take(tensors);
@@ -395,7 +395,7 @@ TEST(FingerprintOnDevice, LooksAtBytesWhereItCouldKeepThem) {
       EXPECT_TRUE(fingerprint.differs(tensors)) << round;
     }
     if (!testing::test_device_is_simulated()) return;  // whose memory alone can be limited
-    internal::Fingerprint without_memory;
+    Fingerprint without_memory;
     {
       const testing::simulated::MemoryLimit limit(device.index(), 0);
       without_memory.take(tensors);

@@ -11,7 +11,7 @@
 
 #include <lockstep/parallel/ddp/reducer/fingerprint.h>
 
-namespace lockstep::internal {
+namespace lockstep {
 namespace {
 
 constexpr uint64_t kPrime = 0x9e3779b97f4a7c15u;
@@ -104,4 +104,4 @@ bool Fingerprint::differs(const std::vector<at::Tensor>& tensors) const {
   return false;
 }
 
-}  // namespace lockstep::internal
+}  // namespace lockstep

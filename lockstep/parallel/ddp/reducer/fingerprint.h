@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace lockstep::internal {
+namespace lockstep {
 
 /// What some parameters looked like, to tell whether an optimizer has stepped since: LibTorch's optimizers
 /// change them through data(), which counts no versions, so some elements of each are looked at too. Used by
@@ -35,4 +35,4 @@ class Fingerprint {
   std::map<std::pair<int, at::ScalarType>, Samples> samples_;  // by device number and dtype
 };
 
-}  // namespace lockstep::internal
+}  // namespace lockstep
