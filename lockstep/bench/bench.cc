@@ -48,11 +48,11 @@ std::optional<std::string> agree_on_memory(const Plan& plan) {
 }
 
 /// On which hosts the ranks are, the same on all of them.
-Topology gather_topology(int rank, int size) {
-  std::vector<c10::IValue> hosts(static_cast<size_t>(size));
-  all_gather_object(hosts, this_host().to_string());
+Topology gather_topology(int rank) {
   std::vector<HostIdentity> identities;
-  for (const c10::IValue& host : hosts) identities.push_back(HostIdentity::parse(host.toStringRef()));
+  for (const std::string& host : all_gather_values(this_host().to_string())) {
+    identities.push_back(HostIdentity::parse(host));
+  }
   return Topology::make(identities, rank);
 }
 
@@ -125,7 +125,7 @@ int run_rank(const BenchOptions& options) {
     return kUsageStatus;
   }
   BenchMachine machine = describe_machine();
-  machine.topology = gather_topology(world.rank(), world.size());
+  machine.topology = gather_topology(world.rank());
   const std::vector<Row> rows =
       Session(plan, world.rank(), options.json == "-" ? std::cerr : std::cout).run(machine);
   if (world.rank() == 0 && !options.json.empty()) write_output(options.json, to_json(plan, machine, rows));

@@ -69,11 +69,10 @@ void append(std::vector<std::string>& to, const std::vector<std::string>& keys) 
 
 /// What other ranks of the group say that fails there; empty if nothing does. Collective.
 std::string failures_of_others(const ProcessGroup& group, const std::string& own) {
-  std::vector<c10::IValue> texts(static_cast<size_t>(get_world_size(group)));
-  all_gather_object(texts, own, group);
+  const std::vector<std::string> texts = all_gather_values(own, group);
   std::string failures;
   for (size_t rank = 0; rank < texts.size(); ++rank) {
-    const std::string& text = texts[rank].toStringRef();
+    const std::string& text = texts[rank];
     if (text.empty() || static_cast<int>(rank) == get_rank(group)) continue;
     if (!failures.empty()) failures += "; ";
     failures += "rank " + std::to_string(get_global_rank(group, static_cast<int>(rank))) + ": " + text;

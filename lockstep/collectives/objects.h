@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <optional>
 #include <source_location>
 #include <vector>
@@ -35,6 +36,16 @@ namespace lockstep {
 void all_gather_object(std::vector<c10::IValue>& object_list, const c10::IValue& obj,
                        const ProcessGroup& group = {},
                        const std::source_location& caller = std::source_location::current());
+/// The ranks' values, of a type that to_object() and from_object() know, as all_gather_object() gathers them.
+template <class T>
+std::vector<T> all_gather_values(const T& own, const ProcessGroup& group = {},
+                                 const std::source_location& caller = std::source_location::current()) {
+  std::vector<c10::IValue> objects(static_cast<size_t>(get_world_size(group)));
+  all_gather_object(objects, to_object(own), group, caller);
+  std::vector<T> values;
+  for (const c10::IValue& object : objects) values.push_back(from_object<T>(object));
+  return values;
+}
 
 /// On `dst`, (*object_gather_list)[r] receives rank r's `obj`: one element for each rank; elsewhere it is
 /// null.

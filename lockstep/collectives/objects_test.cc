@@ -64,6 +64,8 @@ TEST(Objects, AllGather) {
     Objects objects(3);
     all_gather_object(objects, object_of(rank));
     for (int r = 0; r < 3; ++r) expect_object_of(r, objects[static_cast<size_t>(r)]);
+    EXPECT_EQ(all_gather_values(Counters{{"rank", rank}}),
+              (std::vector<Counters>{{{"rank", 0}}, {{"rank", 1}}, {{"rank", 2}}}));
   });
 }
 

@@ -41,12 +41,8 @@ MetricAverages MetricAverages::of_all_ranks(const ProcessGroup& group) const {
   if (!group) return *this;
   std::vector<std::string> own;
   for (const auto& [name, unused] : sums_) own.push_back(name);
-  std::vector<c10::IValue> of_ranks(static_cast<size_t>(get_world_size(group)));
-  all_gather_object(of_ranks, to_object(own), group);
   std::set<std::string> names;
-  for (const auto& of_rank : of_ranks) {
-    for (auto& name : from_object<std::vector<std::string>>(of_rank)) names.insert(std::move(name));
-  }
+  for (const auto& of_rank : all_gather_values(own, group)) names.insert(of_rank.begin(), of_rank.end());
   if (names.empty()) return {};
   at::Tensor sums = at::empty({static_cast<int64_t>(names.size()), 2}, at::kDouble);
   auto* next = sums.mutable_data_ptr<double>();

@@ -29,15 +29,6 @@ using ToldStage =
 /// A rank's fault, or "", and its stages.
 using Told = std::tuple<std::string, std::vector<ToldStage>>;
 
-template <class T>
-std::vector<T> gather(const T& mine, const ProcessGroup& group) {
-  std::vector<c10::IValue> objects(static_cast<size_t>(get_world_size(group)));
-  all_gather_object(objects, to_object(mine), group);
-  std::vector<T> all;
-  for (const c10::IValue& object : objects) all.push_back(from_object<T>(object));
-  return all;
-}
-
 std::string of_rank(const ProcessGroup& group, size_t index) {
   return "on rank " + std::to_string(get_global_rank(group, static_cast<int>(index))) + ", ";
 }
@@ -111,7 +102,7 @@ StateDict with_own_parameters(StateDict state, const LoadStateDictOptions& own) 
 PipelineStates::PipelineStates(std::vector<PipelineStage> stages) : stages_(std::move(stages)) {
   TORCH_CHECK_VALUE(!stages_.empty(), "a pipeline has at least one stage on each rank; this rank gave none");
   group_ = stages_.front().options().group;
-  const std::vector<Told> told = gather(tell(stages_), group_);
+  const std::vector<Told> told = all_gather_values(tell(stages_), group_);
   std::map<int64_t, const ToldStage*> all;
   for (size_t i = 0; i < told.size(); ++i) {
     const auto& [fault, of_rank_i] = told[i];
@@ -179,7 +170,7 @@ StateDict PipelineStates::optim_state_dict(const torch::optim::Optimizer& optimi
   } catch (const std::exception& error) {
     fault = text_of(error);
   }
-  const auto told = gather(std::pair(fault, names), group_);
+  const auto told = all_gather_values(std::pair(fault, names), group_);
   for (size_t i = 0; i < told.size(); ++i) {
     TORCH_CHECK_VALUE(told[i].first.empty(), "the optimizer's state can't be saved: ", of_rank(group_, i),
                       told[i].first);
@@ -266,7 +257,7 @@ PreparedLoad PipelineStates::load_on_all(const Names& wanted, const std::functio
   } catch (const std::exception& error) {
     fault = text_of(error);
   }
-  const auto told = gather(std::tuple(fault, wanted, given.load.keys.missing_keys), group_);
+  const auto told = all_gather_values(std::tuple(fault, wanted, given.load.keys.missing_keys), group_);
   if (std::ranges::all_of(told, [](const auto& of_rank_i) { return std::get<0>(of_rank_i) == kNoState; })) {
     return {};
   }

@@ -112,16 +112,12 @@ FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::millis
       } else {
         agreement.group = default_group();
       }
-      const int size = get_world_size();
-      std::vector<c10::IValue> objects(static_cast<size_t>(size));
-      all_gather_object(objects, to_object(as_object(mine, former_rank)));
-      for (const auto& object : objects) {
-        const auto state = from_object<StateDict>(object);
+      for (const auto& state : all_gather_values(as_object(mine, former_rank))) {
         agreement.reports.push_back(report_of(state));
         agreement.former_ranks.push_back(
             static_cast<int>(state_value<int64_t>(state, "rank", "FailureReport")));
       }
-      agreement.somebody_died = size < former_size;
+      agreement.somebody_died = get_world_size() < former_size;
       make_room(agreement);
       set_group_timeout(usual_timeout);
       return agreement;

@@ -34,16 +34,6 @@ using ToldStage =
 /// Its fault, or ""; what must agree; its stages; the kind of device that all of them are on, one device, or "".
 using Told = std::tuple<std::string, std::string, std::vector<ToldStage>, std::string>;
 
-/// What each rank of the group gives.
-template <class T>
-std::vector<T> gather(const T& own, const ProcessGroup& group) {
-  std::vector<c10::IValue> objects(static_cast<size_t>(get_world_size(group)));
-  all_gather_object(objects, to_object(own), group);
-  std::vector<T> all;
-  for (const c10::IValue& object : objects) all.push_back(from_object<T>(object));
-  return all;
-}
-
 /// The device of all the stages; none where they are on several, or on the CPU.
 std::optional<c10::Device> device_of(const std::vector<PipelineStage>& stages) {
   const c10::Device first = stages.front().device();
@@ -155,7 +145,7 @@ std::optional<c10::Device> PipelineCore::agree() {
   const auto device = device_of(stages);
   const Told own{own_fault(), describe(options, num_stages), std::move(told_stages),
                  device ? c10::DeviceTypeName(device->type()) : ""};
-  const std::vector<Told> told = gather(own, group);
+  const std::vector<Told> told = all_gather_values(own, group);
   for (size_t other = 0; other < told.size(); ++other) {
     const std::string& settings = std::get<1>(told[other]);
     TORCH_CHECK_VALUE(settings == std::get<1>(told[0]), "the ranks were given different pipelines: rank ",
@@ -220,7 +210,7 @@ void PipelineCore::check_replicas() const {
   const ProcessGroup& replicas = *options.data_parallel_group;
   std::string fault;
   const std::tuple<int64_t, int64_t> own{rank, num_stages};
-  const auto places = gather(own, replicas);
+  const auto places = all_gather_values(own, replicas);
   for (size_t other = 0; other < places.size(); ++other) {
     if (!fault.empty() || places[other] == own) continue;
     fault = c10::str("its data_parallel_group has rank ", get_global_rank(replicas, static_cast<int>(other)),
@@ -228,7 +218,7 @@ void PipelineCore::check_replicas() const {
                      std::get<1>(places[other]), " stages, and this one is number ", rank, " of one of ",
                      num_stages, "; give the ranks that have the same stages of other pipelines");
   }
-  const std::vector<std::string> faults = gather(fault, group);
+  const std::vector<std::string> faults = all_gather_values(fault, group);
   for (size_t other = 0; other < faults.size(); ++other) throw_if(faults[other], other);
 }
 
