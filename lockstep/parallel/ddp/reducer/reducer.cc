@@ -11,6 +11,7 @@
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/training/training_phases.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
+#include <lockstep/nn/current_backward.h>
 #include <lockstep/parallel/ddp/reducer/reducer.h>
 #include <lockstep/parallel/ddp/reducer/used_parameters.h>
 
@@ -158,7 +159,7 @@ void Reducer::begin_backward() {
   if (task == slots->graph_task()) return;
   slots->begin(task);
   clock_.begin_backward();
-  enter_phase(TrainingPhase::kBackward, /*from_any_thread=*/!settings_.on_cpu);
+  enter_backward_phase(/*from_any_thread=*/!settings_.on_cpu);
   // Autograd computes a CPU graph, and runs this callback, in the thread that called backward(). Those of
   // other devices it computes in threads of its own, whose memory is not for us to give.
   std::shared_ptr<MemorySource> before;
@@ -170,15 +171,9 @@ void Reducer::begin_backward() {
       if (auto current = exchange_memory_source(before); current != self->buckets_.slots())
         exchange_memory_source(current);
     }
-    {
-      std::lock_guard lock(self->mutex_);
-      if (self->on_backward_end_) self->on_backward_end_();
-      if (self->synchronise_ && self->round_.phase() == RoundPhase::kCounting) self->queue_everything();
-    }
-    // Behind the callbacks that backward has queued since, of this reducer and of others, which finish rounds.
-    torch::autograd::Engine::get_default_engine().queue_callback([from_any_thread = !self->settings_.on_cpu] {
-      enter_phase(TrainingPhase::kOptimizer, from_any_thread);
-    });
+    std::lock_guard lock(self->mutex_);
+    if (self->on_backward_end_) self->on_backward_end_();
+    if (self->synchronise_ && self->round_.phase() == RoundPhase::kCounting) self->queue_everything();
   });
 }
 

@@ -15,9 +15,9 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <lockstep/base/errors.h>
-#include <lockstep/base/training/training_phases.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/nn/current_backward.h>
 #include <lockstep/nn/is_in_backward.h>
 #include <lockstep/parallel/fsdp/internal/gradient_reduction.h>
 
@@ -181,7 +181,7 @@ void GradientReduction::on_gradient(size_t weight) {
       "' is sparse; only dense ones can be sharded, so make an Embedding without sparse");
   streams_.note(weights_.device());
   if (backward_.load() == std::thread::id() && synchronising_) begin();
-  tell_phase();  // after that, so that the rest of the reduction belongs to backward, too
+  enter_backward_phase(/*from_any_thread=*/!weights_.device().is_cpu());  // under no_sync(), too
   if (backward_.load() == std::thread::id()) return;
   Group& group = groups_[group_of_[weight]];
   TORCH_CHECK(!used_[weight], "FullyShardedDataParallel: parameter '", weights_.all()[weight].name,
@@ -194,19 +194,6 @@ void GradientReduction::on_gradient(size_t weight) {
     if (when_complete_) when_complete_(weight);
     weights_.groups().spread_failures([this] { start_what_can_start(); });
   }
-}
-
-/// Of each backward, under no_sync() too.
-void GradientReduction::tell_phase() {
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (std::exchange(told_task_, task) == task) return;
-  const bool from_any_thread = !weights_.device().is_cpu();
-  enter_phase(TrainingPhase::kBackward, from_any_thread);
-  auto& engine = torch::autograd::Engine::get_default_engine();
-  // Behind the callbacks that backward queues until its end, in which other models' reductions end, too.
-  engine.queue_callback([&engine, from_any_thread] {
-    engine.queue_callback([from_any_thread] { enter_phase(TrainingPhase::kOptimizer, from_any_thread); });
-  });
 }
 
 void GradientReduction::begin() {

@@ -100,7 +100,6 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
 
   void before_gradient(size_t weight);
   void on_gradient(size_t weight);
-  void tell_phase();
   void begin();
   void start_what_can_start();
   bool all_have_started_oldest() const;
@@ -135,7 +134,6 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   bool synchronising_ = true;
   bool order_is_known_ = false;
   int64_t reduced_ = 0;
-  int told_task_ = -1;                                         // of autograd, whose phase was told
   std::atomic<std::thread::id> backward_ = std::thread::id();  // the thread that runs one
   std::vector<bool> used_;                                     // by weight, in this backward
   std::optional<WeightWindows::Reading> reading_;
