@@ -12,6 +12,7 @@
 #include <torch/torch.h>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/failpoint.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/mesh/device_mesh.h>
 #include <lockstep/parallel/pipeline/pipeline_runner.h>
@@ -24,6 +25,7 @@ namespace {
 
 using namespace std::chrono_literals;
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using testing::die;
 using ::testing::HasSubstr;
 using testing::message_of;
@@ -77,6 +79,25 @@ void run_pipeline(int rank, const ProcessGroup& group, const Plan& plan, int ste
 void run_two_pipelines(int rank, const Plan& plan) {
   auto mesh = init_device_mesh("cpu", {2, 2}, {"dp", "pp"});
   run_pipeline(rank, mesh.get_group("pp"), plan, 1, mesh.get_group("dp"));
+}
+
+/// A job of two pipelines of two stages. The victim dies at the place that it comes to by itself, or behind `action`.
+void expect_killed_is_named_in(int victim, const std::string& death,
+                               const std::function<void(const std::function<void()>& dies_now)>& action) {
+  SCOPED_TRACE(death);
+  run_survivors(4, {victim}, [&](int rank) {
+    auto world = init_process_group();
+    const std::string text = message_of<c10::Error>([&] {
+      action([&] {
+        if (rank == victim) failpoint::configure(death);
+      });
+      if (rank == victim) die();
+      barrier();
+    });
+    EXPECT_THAT(text, ContainsRegex("rank " + std::to_string(victim) +
+                                    " \\(pid [0-9]+[^)]*\\) (was )?killed by signal 9"));
+    shrink_group();  // until here no survivor ends, so that none is told by that
+  });
 }
 
 void expect_killed_is_named(int ranks, int hosts, const Plan& plan, const std::string& action) {
@@ -165,6 +186,41 @@ TEST(PipelineFailure, AKilledStageIsNamedInTheOtherPipelines) {
     const std::string text = message_of<c10::Error>([&] { run_two_pipelines(rank, plan); });
     EXPECT_THAT(text, AllOf(HasSubstr("rank 1 (pid "), HasSubstr("signal 9 (SIGKILL) in 1B3")));
   });
+}
+
+/// Two pipelines of two stages with a tied weight.
+PipelineRunner make_replica(DeviceMesh& mesh, const at::Tensor& weight) {
+  const auto stage = [weight](const at::Tensor& x) { return x * weight; };
+  const auto loss = [](const at::Tensor& output, const at::Tensor& /*target*/) { return output.mean(); };
+  const PipelineStageOptions options{
+      .group = mesh.get_group("pp"), .tied = {{"weight", weight}}, .parameters = {weight}};
+  return PipelineRunner(PipelineStage(stage, mesh.get_local_rank("pp"), 2, options),
+                        {.n_microbatches = 2, .loss_fn = loss, .data_parallel_group = mesh.get_group("dp")});
+}
+
+TEST(PipelineFailure, AStageKilledWhilePipelinesAreMadeIsNamedOnAllRanks) {
+  const auto make = [](const std::function<void()>& dies_now) {
+    auto mesh = init_device_mesh("cpu", {2, 2}, {"dp", "pp"});
+    dies_now();
+    make_replica(mesh, torch::ones({3}, at::requires_grad()));
+  };
+  for (int operation = 1; operation <= 7; ++operation) {
+    expect_killed_is_named_in(3, "announce=kill(9)@" + std::to_string(operation), make);
+  }
+  expect_killed_is_named_in(0, "send=kill(9)", make);
+}
+
+/// Of one pipeline: the other one's ranks come to their next step, in which they average gradients with this one's.
+TEST(PipelineFailure, AStageKilledWhileGradientsAreClippedIsNamedOnAllRanks) {
+  const auto clip = [](const std::function<void()>& dies_now) {
+    auto mesh = init_device_mesh("cpu", {2, 2}, {"dp", "pp"});
+    auto pipeline = make_replica(mesh, torch::ones({3}, at::requires_grad()));
+    pipeline.step({at::ones({2, 3})}, at::ones({2}));
+    dies_now();
+    pipeline.clip_grad_norm_(1.0);
+    pipeline.step({at::ones({2, 3})}, at::ones({2}));
+  };
+  expect_killed_is_named_in(1, "announce=kill(9)@1", clip);
 }
 
 TEST(PipelineFailure, AStoppedStageIsNamedWithItsAction) {

@@ -130,8 +130,8 @@ TEST(PipelinesMisuse, WhatRanksDontAgreeOnIsRefusedOnAll) {
     if (rank == 0) nowhere.outputs_to = {{}};
     EXPECT_THAT(refused({PipelineStage(identity, rank, 2, nowhere)}, {}),
                 HasSubstr("no stage sends anything to stage 1"));
-    EXPECT_THAT(message_of<c10::ValueError>([&] { PipelineRunner(std::vector<PipelineStage>{}, {}); }),
-                HasSubstr("this rank gave none"));
+    const auto on_rank_0_alone = rank == 0 ? std::vector<PipelineStage>{right} : std::vector<PipelineStage>{};
+    EXPECT_THAT(refused(on_rank_0_alone, {}), HasSubstr("on rank 1, it has no stage"));
     // Nothing is broken by that.
     PipelineRunner pipeline(right, {.n_microbatches = 2});
     EXPECT_THAT(message_of<c10::ValueError>([&] {
@@ -139,6 +139,22 @@ TEST(PipelinesMisuse, WhatRanksDontAgreeOnIsRefusedOnAll) {
                 }),
                 HasSubstr("loss function"));
     pipeline.eval({at::ones({2, 6})});
+  });
+}
+
+TEST(PipelinesMisuse, ARankWithoutStagesIsToldInWhateverGroupTheOthersWait) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    auto group = new_group();
+    std::vector<PipelineStage> stages;
+    if (rank == 0) stages.emplace_back(nn::Linear(6, 6), 0, 2, PipelineStageOptions{.group = group});
+    const auto make = [&] { PipelineRunner(stages, {}); };
+    if (rank == 0) {
+      EXPECT_THAT(message_of<c10::DistBackendError>(make), HasSubstr("rank 1"));
+    } else {
+      EXPECT_THAT(message_of<c10::ValueError>(make), HasSubstr("this one gave none"));
+    }
+    shrink_group();  // until here no rank ends, so that none is told by that
   });
 }
 

@@ -28,18 +28,6 @@ void PipelineLoss::check_is_one(const Tensors& outputs) {
 struct PipelineRunner::Core : PipelineCore {
   using PipelineCore::PipelineCore;
 
-  /// Ranks of this pipeline, and those of others that have this rank's stages, may wait for what does not come any more. Their
-  /// errors have this rank's text, or the cause with which one of the groups has failed already.
-  void fail(const std::string& text) {
-    failure = text;
-    std::vector<ProcessGroup> groups{group};
-    for (const ProcessGroup& links : messages->link_groups()) groups.push_back(links);
-    if (options.data_parallel_group) groups.push_back(*options.data_parallel_group);
-    spread_failure(groups);
-    messages->abort(text);  // of no effect then
-    spread_failure(groups);
-  }
-
   Tensors run(bool has_backward, bool return_outputs, const Tensors& inputs, const at::Tensor& target,
               Tensors* losses) {
     TORCH_CHECK(failure.empty(), "this pipeline has failed before, ", failure,
@@ -90,10 +78,15 @@ at::Tensor PipelineRunner::clip_grad_norm_(double max_norm, double norm_type, bo
       if (counted_elsewhere.count(parameter.unsafeGetTensorImpl()) == 0) counted.push_back(parameter);
     }
   }
-  const at::Tensor norm =
-      get_total_norm(gradients_of(counted), norm_type, error_if_nonfinite, {}, core_->group);
-  clip_grads_with_norm_(all, max_norm, norm);
-  return norm;
+  try {
+    const at::Tensor norm =
+        get_total_norm(gradients_of(counted), norm_type, error_if_nonfinite, {}, core_->group);
+    clip_grads_with_norm_(all, max_norm, norm);
+    return norm;
+  } catch (...) {
+    spread_failure(core_->groups());  // other pipelines' ranks wait for this one in their next step
+    throw;
+  }
 }
 
 int64_t PipelineRunner::steps() const {

@@ -123,8 +123,8 @@ class PipelineRunner {
   using Tensors = std::vector<at::Tensor>;
 
   /// Collective over the group. Throws c10::ValueError, on all ranks alike where they were given different things: stages
-  /// that are not this rank's (rank_of_stage()), of different groups or numbers; a number of stages that is no multiple of the
-  /// ranks; what pipeline_table() refuses; stages that no other one sends anything; tied weights of different shapes; a
+  /// that are not this rank's (rank_of_stage()), none, of different groups or numbers; a number of stages that is no multiple of
+  /// the ranks; what pipeline_table() refuses; stages that no other one sends anything; tied weights of different shapes; a
   /// data_parallel_group of ranks that have other stages.
   PipelineRunner(std::vector<PipelineStage> stages, PipelineOptions options);
   PipelineRunner(const PipelineStage& stage, PipelineOptions options)

@@ -8,6 +8,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/pipeline/pipeline_stage.h>
 
 namespace lockstep {
@@ -37,6 +38,18 @@ bool pipeline::internal::averages_gradients(const torch::nn::Module& module) {
     // By the names that they give themselves, for they are templates.
     return one->name() == "DistributedDataParallel" || one->name() == "FullyShardedDataParallel";
   });
+}
+
+ProcessGroup pipeline::internal::group_of(const std::vector<PipelineStage>& stages) {
+  if (!stages.empty() && stages.front().options().group) return stages.front().options().group;
+  if (stages.empty() && get_pg_count() > 1) {
+    lockstep::abort();
+    TORCH_CHECK_VALUE(
+        false,
+        "a pipeline has at least one stage on each rank, and this one gave none, which does not "
+        "show in which group the others wait for it; so all groups have failed");
+  }
+  return default_group();
 }
 
 PipelineStage::PipelineStage(Plain /*tag*/, Content content, int64_t stage_index, int64_t num_stages,

@@ -155,6 +155,16 @@ class PipelineStage {
   std::vector<at::Tensor> buffers_;
 };
 
+namespace pipeline::internal {
+
+/// What a rank without stages tells the others.
+inline constexpr const char* kNoStage = "it has no stage; a pipeline has at least one on each rank";
+/// The group of a rank's stages, never empty. A rank without stages is taken for one of the default group, to whose ranks it can
+/// tell that. Where there are other groups, whose ranks may wait for it, it fails all groups, and throws c10::ValueError.
+ProcessGroup group_of(const std::vector<PipelineStage>& stages);
+
+}  // namespace pipeline::internal
+
 /// This rank's stages of a Sequential that all ranks of the group have, `balance[i]` of its layers in stage i:
 /// Sequentials whose layers have the names that they have in the whole. A weight that is in stages of several ranks is
 /// tied. Throws c10::ValueError for a balance that does not add up to the layers, with numbers below 1, or with a number

@@ -16,6 +16,7 @@
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
+#include <lockstep/collectives/groups/spread_failure.h>
 #include <lockstep/collectives/objects.h>
 #include <lockstep/parallel/pipeline/internal/pipeline_core.h>
 
@@ -36,6 +37,7 @@ using Told = std::tuple<std::string, std::string, std::vector<ToldStage>, std::s
 
 /// The device of all the stages; none where they are on several, or on the CPU.
 std::optional<c10::Device> device_of(const std::vector<PipelineStage>& stages) {
+  if (stages.empty()) return std::nullopt;
   const c10::Device first = stages.front().device();
   const bool is_one = !first.is_cpu() && std::ranges::all_of(stages, [&](const PipelineStage& stage) {
     return stage.device() == first;
@@ -61,23 +63,53 @@ std::string describe(const PipelineOptions& options, int64_t num_stages) {
 
 PipelineCore::PipelineCore(std::vector<PipelineStage> own_stages, PipelineOptions given)
     : stages(std::move(own_stages)), options(std::move(given)) {
-  TORCH_CHECK_VALUE(!stages.empty(), "a pipeline has at least one stage on each rank; this rank gave none");
   std::sort(stages.begin(), stages.end(),
             [](const PipelineStage& a, const PipelineStage& b) { return a.stage_index() < b.stage_index(); });
-  group = stages.front().options().group;
+  group = group_of(stages);
   TORCH_CHECK_VALUE(is_member(group),
                     "this rank is not a member of the pipeline's group; leave its stages to the members");
-  if (!group) group = default_group();
+  if (options.data_parallel_group && !*options.data_parallel_group) {
+    options.data_parallel_group = default_group();
+  }
+  if (!stages.empty()) num_stages = stages.front().num_stages();
   rank = get_rank(group);
   ranks = get_world_size(group);
-  num_stages = stages.front().num_stages();
   TORCH_CHECK_VALUE(lockstep_backend_of(*group), "the pipeline's group '", group->getGroupName(),
                     "' has no Lockstep backend for CPU tensors; make it with \"lockstep\" or \"nccl\"");
-  const auto device = agree();
-  if (options.data_parallel_group) check_replicas();
-  messages = std::make_unique<TensorMessages>(group, device, kOrderedTag);
-  messages->connect(ranks_that_send());
-  share_initial_values();
+  bool have_agreed = false;
+  try {
+    const auto device = agree();
+    if (options.data_parallel_group) check_replicas();
+    have_agreed = true;
+    messages = std::make_unique<TensorMessages>(group, device, kOrderedTag);
+    messages->connect(ranks_that_send());
+    share_initial_values();
+  } catch (...) {
+    if (have_agreed) {
+      fail("while its pipeline was made: " + text_of(std::current_exception()));
+    } else {
+      spread_failure(groups());
+    }
+    throw;
+  }
+}
+
+std::vector<ProcessGroup> PipelineCore::groups() const {
+  std::vector<ProcessGroup> all{group};
+  if (messages) {
+    for (const ProcessGroup& links : messages->link_groups()) all.push_back(links);
+  }
+  if (options.data_parallel_group) all.push_back(*options.data_parallel_group);
+  return all;
+}
+
+void PipelineCore::fail(const std::string& text) {
+  failure = text;
+  spread_failure(groups());
+  // Of no effect then.
+  lockstep_backend_of(*group)->abort(text);
+  if (messages) messages->abort_links();
+  spread_failure(groups());
 }
 
 /// To which others.
@@ -100,6 +132,7 @@ std::set<std::pair<int, int>> PipelineCore::ranks_that_send() const {
 
 /// Of what this rank was given.
 std::string PipelineCore::own_fault() const {
+  if (stages.empty()) return kNoStage;
   if (num_stages % ranks != 0 || num_stages / ranks != static_cast<int64_t>(stages.size())) {
     return c10::str("it has ", stages.size(), " stages of ", num_stages, ", and the group has ", ranks,
                     " ranks; all ranks have the same number of stages");
@@ -146,13 +179,13 @@ std::optional<c10::Device> PipelineCore::agree() {
   const Told own{own_fault(), describe(options, num_stages), std::move(told_stages),
                  device ? c10::DeviceTypeName(device->type()) : ""};
   const std::vector<Told> told = all_gather_values(own, group);
+  for (size_t other = 0; other < told.size(); ++other) throw_if(std::get<0>(told[other]), other);
   for (size_t other = 0; other < told.size(); ++other) {
     const std::string& settings = std::get<1>(told[other]);
     TORCH_CHECK_VALUE(settings == std::get<1>(told[0]), "the ranks were given different pipelines: rank ",
                       get_global_rank(group, 0), " ", std::get<1>(told[0]), "; rank ",
                       get_global_rank(group, static_cast<int>(other)), " ", settings);
   }
-  for (size_t other = 0; other < told.size(); ++other) throw_if(std::get<0>(told[other]), other);
 
   const auto count = static_cast<size_t>(num_stages);
   outputs_to.resize(count);

@@ -29,6 +29,12 @@ struct PipelineCore {
   /// Collective: see PipelineRunner.
   PipelineCore(std::vector<PipelineStage> own_stages, PipelineOptions given);
 
+  /// In which other ranks may wait for this one.
+  std::vector<ProcessGroup> groups() const;
+  /// Ranks of this pipeline, and those of others that have this rank's stages, may wait for what does not come any more. Their
+  /// errors have this rank's text, or the cause with which one of the groups has failed already.
+  void fail(const std::string& text);
+
   /// Of this rank.
   const PipelineStage& stage(int64_t index) const { return stages[static_cast<size_t>(index / ranks)]; }
   int rank_of(int64_t index) const { return static_cast<int>(rank_of_stage(index, ranks)); }

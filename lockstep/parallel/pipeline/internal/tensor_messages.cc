@@ -205,11 +205,6 @@ void TensorMessages::finish_sends(int tag) {
   collect_sends();
 }
 
-void TensorMessages::abort(const std::string& reason) {
-  backend_->abort(reason);
-  if (links_) links_->abort();
-}
-
 // ---- receiving
 
 std::shared_ptr<TensorMessages::Receipt> TensorMessages::receive(int from, int tag) {

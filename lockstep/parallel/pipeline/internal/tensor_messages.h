@@ -52,8 +52,10 @@ class TensorMessages {
   void finish_sends(int tag);
   /// Forgets sends that have arrived; without waiting.
   void collect_sends();
-  /// Fails the group on all ranks, whose errors tell the reason.
-  void abort(const std::string& reason);
+  /// Fails the devices' messages on all ranks.
+  void abort_links() const noexcept {
+    if (links_) links_->abort();
+  }
   /// DeviceLinks::connect() of the ranks that will send each other lists; nothing without links. Collective.
   void connect(const std::set<std::pair<int, int>>& pairs) {
     if (links_) links_->connect(pairs);
