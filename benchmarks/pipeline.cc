@@ -91,7 +91,35 @@ int64_t features(const std::string& what) {
   return what == "wide" ? 128 << 10 : 64;
 }
 
-constexpr int64_t kLayers = 12, kWidth = 256, kLength = 64, kRows = 2;
+constexpr int64_t kLayers = 12, kWidth = 256, kHeads = 4, kLength = 64, kRows = 2;
+
+/// torch.nn.TransformerEncoderLayer without dropout, with its operators. LibTorch's layer of that name computes the attention's
+/// weights as well, which nothing uses, and so has others.
+struct EncoderLayer : nn::Module {
+  at::Tensor forward(const at::Tensor& x) {
+    const int64_t length = x.size(0), rows = x.size(1);
+    const auto projected = in(x).unflatten(-1, {3, kWidth}).movedim(-2, 0).contiguous();
+    const auto heads = [&](int64_t which) {
+      return projected[which]
+          .view({length, rows * kHeads, kWidth / kHeads})
+          .transpose(0, 1)
+          .view({rows, kHeads, length, kWidth / kHeads});
+    };
+    const auto attended = at::scaled_dot_product_attention(heads(0), heads(1), heads(2));
+    const auto merged = attended.permute({2, 0, 1, 3}).contiguous().view({length, rows, kWidth});
+    const auto y = norm_of_attention(x + out(merged));
+    return norm(y + narrow(torch::relu(widen(y))));
+  }
+  nn::Linear in = register_module("in", nn::Linear(kWidth, 3 * kWidth));
+  nn::Linear out = register_module("out", nn::Linear(kWidth, kWidth));
+  nn::Linear widen = register_module("widen", nn::Linear(kWidth, 4 * kWidth));
+  nn::Linear narrow = register_module("narrow", nn::Linear(4 * kWidth, kWidth));
+  nn::LayerNorm norm_of_attention = register_module("norm_of_attention", nn::LayerNorm(layer_norm()));
+  nn::LayerNorm norm = register_module("norm", nn::LayerNorm(layer_norm()));
+
+ private:
+  static nn::LayerNormOptions layer_norm() { return nn::LayerNormOptions({kWidth}); }
+};
 
 struct Work {
   std::vector<std::shared_ptr<nn::Module>> modules;
@@ -130,10 +158,8 @@ Work make_work(PipelineSchedule schedule, const std::string& what) {
       TORCH_CHECK_VALUE(what == "transformer", "there is no '", what,
                         "'; there are sleep, wide, empty and transformer");
       nn::Sequential layers;
-      const auto options =
-          nn::TransformerEncoderLayerOptions(kWidth, 4).dim_feedforward(4 * kWidth).dropout(0.0);
       for (int64_t layer = 0; layer < kLayers / stages; ++layer) {
-        layers->push_back(nn::TransformerEncoderLayer(options));
+        layers->push_back(std::make_shared<EncoderLayer>());
       }
       own.emplace_back(layers, stage, stages);
       work.modules.push_back(layers.ptr());
