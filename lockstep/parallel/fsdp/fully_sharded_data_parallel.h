@@ -54,8 +54,9 @@ namespace lockstep {
 /// Used by one thread at a time; others may evaluate meanwhile, without gradients: step() waits for them, and they for it.
 /// Several models may live in one process, made in the same order on all ranks, and one backward may reach several: the same
 /// ones on all ranks, in whatever order where nothing is gathered. One module has but one wrapper at a time. When a
-/// reduction or step() fails, it throws the first cause on all ranks, and the model must be made anew from a checkpoint, unless
-/// no rank had begun to write: full_state_dict() works then, without mixed precision.
+/// reduction or step() fails, or a backward throws after its first gradient, on one rank, all throw the first cause, and the
+/// model must be made anew from a checkpoint, unless no rank had begun to write: full_state_dict() works then, without mixed
+/// precision.
 /// torch/distributed/fsdp/fully_sharded_data_parallel.py.
 template <class Wrapped>
 class FullyShardedDataParallel : public torch::nn::Module,

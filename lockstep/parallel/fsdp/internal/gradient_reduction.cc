@@ -206,6 +206,12 @@ void GradientReduction::begin() {
   const auto ends = EndsOfBackward::current();
   ends->add(*this);
   torch::autograd::Engine::get_default_engine().queue_callback([ends] { ends->call(); });
+  // The others wait for the reductions that this rank does not come to then.
+  on_failed_backward([self = weak_from_this()](const std::string& text) {
+    if (const auto reduction = self.lock()) {
+      reduction->weights_.groups().fail("failed in backward: " + text);
+    }
+  });
 }
 
 void GradientReduction::start_what_can_start() {

@@ -72,7 +72,7 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   /// Drops what has added up for this weight.
   void drop_sum(size_t weight);
   /// Before a forward, by any thread. Throws c10::Error when the last backward did not end, of this thread, or on a
-  /// device of any: a reduction has failed, or something else has thrown.
+  /// device of any: a reduction has failed, or something else has thrown, of which the other ranks have heard.
   void check_ended() const;
 
  private:

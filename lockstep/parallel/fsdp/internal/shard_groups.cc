@@ -108,6 +108,16 @@ void ShardGroups::spread_failure() const noexcept {
   if (!device_.is_cpu() && any_has_failed()) abort();
 }
 
+void ShardGroups::fail(const std::string& text) const noexcept {
+  spread_failure();
+  try {
+    if (const auto backend = lockstep_backend_of(*all_)) backend->abort(text);
+  } catch (const std::exception& error) {
+    LOCKSTEP_LOG(kWarning) << "the ranks of a sharded model don't hear of a failure: " << text_of(error);
+  }
+  spread_failure();
+}
+
 void ShardGroups::abort() const noexcept {
   for (const ProcessGroup& group : {host_, replicas_, gathers_}) {
     try {

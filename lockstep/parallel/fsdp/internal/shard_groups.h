@@ -1,5 +1,6 @@
 #pragma once
 
+#include <string>
 #include <utility>
 
 #include <c10/core/Device.h>
@@ -40,6 +41,8 @@ class ShardGroups {
   /// When an operation of one of them has failed, the others fail with its cause: ranks that wait in those may not be in
   /// that one; and what a device has still to do in them ends. From any thread.
   void spread_failure() const noexcept;
+  /// Fails them all, unless one has failed: then all with its cause. Other ranks' errors name this one, and then have the text.
+  void fail(const std::string& text) const noexcept;
   /// Runs what uses the groups; when it throws, it spreads the failure.
   template <class Action>
   auto spread_failures(Action&& action) const {
