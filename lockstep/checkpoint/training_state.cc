@@ -12,6 +12,7 @@
 #include <lockstep/checkpoint/model_state_dict.h>
 #include <lockstep/checkpoint/rng_state.h>
 #include <lockstep/checkpoint/training_state.h>
+#include <lockstep/collectives/groups/spread_failure.h>
 #include <lockstep/collectives/objects.h>
 #include <lockstep/optim/optimizer_state_dict.h>
 
@@ -90,6 +91,7 @@ void check_all_are_ready(const std::exception_ptr& error, const std::vector<Proc
       if (others.empty()) others = failures;
     }
   } catch (...) {
+    spread_failure(groups);
     if (!error) throw;  // what this rank has found is nearer to the cause
   }
   if (error) std::rethrow_exception(error);

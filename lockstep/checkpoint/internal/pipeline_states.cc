@@ -37,6 +37,7 @@ Told tell(const std::vector<PipelineStage>& stages) {
   Told told;
   std::unordered_map<const at::TensorImpl*, std::string> weights;
   const std::string rank = std::to_string(get_rank());
+  if (stages.empty()) std::get<0>(told) = pipeline::internal::kNoStage;
   for (const PipelineStage& stage : stages) {
     if (stage.named_parameters().empty() && !stage.parameters().empty()) {
       std::get<0>(told) = "stage " + std::to_string(stage.stage_index()) +
@@ -100,8 +101,7 @@ StateDict with_own_parameters(StateDict state, const LoadStateDictOptions& own) 
 }  // namespace
 
 PipelineStates::PipelineStates(std::vector<PipelineStage> stages) : stages_(std::move(stages)) {
-  TORCH_CHECK_VALUE(!stages_.empty(), "a pipeline has at least one stage on each rank; this rank gave none");
-  group_ = stages_.front().options().group;
+  group_ = pipeline::internal::group_of(stages_);
   const std::vector<Told> told = all_gather_values(tell(stages_), group_);
   std::map<int64_t, const ToldStage*> all;
   for (size_t i = 0; i < told.size(); ++i) {

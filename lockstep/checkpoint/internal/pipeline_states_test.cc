@@ -12,8 +12,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/base/failpoint.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/training_state.h>
+#include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/pipeline/pipeline_runner.h>
 #include <lockstep/parallel/pipeline/testing/models.h>
 #include <lockstep/testing/message_of.h>
@@ -301,6 +303,40 @@ TEST(PipelineStates, AnotherPartThatDoesNotFitOnOneRankKeepsAllFromLoading) {
       EXPECT_THAT(message_of<c10::DistBackendError>(load), AllOf(HasSubstr("rank 0: "), HasSubstr(cause)));
     }
     pipeline.expect_equals(make_model());
+  });
+}
+
+TEST(PipelineStates, ARankKilledWhileStatesAreGatheredOrLoadedIsNamed) {
+  constexpr int kVictim = 1;
+  for (int operation = 1; operation <= 13; operation += 2) {
+    const std::string death = "announce=kill(9)@" + std::to_string(operation);
+    SCOPED_TRACE(death);
+    testing::run_survivors(3, {kVictim}, [&](int rank) {
+      auto world = init_process_group();
+      WithAdam pipeline({.ranks = 3, .stages_per_rank = 1}, {3, 3, 3}, torch::optim::AdamOptions(0.01));
+      pipeline.train(0);
+      const auto text = message_of<c10::Error>([&] {
+        if (rank == kVictim) failpoint::configure(death);
+        TrainingState state;
+        pipeline.add_to(state, "net");
+        state.load_state_dict(state.state_dict(), {.strict = false});
+        if (rank == kVictim) testing::die();
+        barrier();
+      });
+      EXPECT_THAT(text, ::testing::ContainsRegex("rank 1 \\(pid [0-9]+[^)]*\\) (was )?killed by signal 9"));
+      shrink_group();  // until here no survivor ends, so that none is told by that
+    });
+  }
+}
+
+TEST(PipelineStates, ARankWithoutStagesIsNamedOnAll) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    std::vector<PipelineStage> stages;
+    if (rank == 0) stages.emplace_back(nn::Linear(2, 2), 0, 2);
+    TrainingState state;
+    EXPECT_THAT(message_of<c10::ValueError>([&] { state.add_model("model", stages); }),
+                HasSubstr("on rank 1, it has no stage"));
   });
 }
 
