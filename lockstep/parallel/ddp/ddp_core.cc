@@ -223,7 +223,14 @@ void DdpCore::enter() {
   }
 }
 
+/// Ranks without inputs shadow a forward once, so one that backward computes again (activation checkpoints) takes part in
+/// nothing.
+bool DdpCore::is_shadowed_already() const {
+  return owner_.join_config().enable && is_in_backward();
+}
+
 void DdpCore::before_forward() {
+  if (is_shadowed_already()) return;
   const bool training = at::GradMode::is_enabled();
   if (training) take_snapshot();
   if (training && synchronise_) reducer_->prepare_forward();
@@ -252,7 +259,7 @@ void DdpCore::leave(const std::vector<at::Tensor>& outputs, bool searched) {
   const bool training = at::GradMode::is_enabled();
   if (mixed_precision_) mixed_precision_->after_forward(training);
   if (reducer_) {
-    sync_buffers_at(BufferCommHookLocation::kPostForward);
+    if (!is_shadowed_already()) sync_buffers_at(BufferCommHookLocation::kPostForward);
     // As torch does: after a forward that no synchronised backward follows, buffers are not broadcast before
     // the next.
     buffers_may_differ_ = training && synchronise_;

@@ -97,6 +97,7 @@ class DdpCore final {
   bool ignored(const std::string& name) const;
   void sync_buffers_at(BufferCommHookLocation location, bool joined = false);
   bool agree_on_synchronising(bool joined);
+  bool is_shadowed_already() const;
   void before_forward();
   void set_divisor();
   void take_snapshot();

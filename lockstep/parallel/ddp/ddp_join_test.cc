@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/nn/activation_checkpoint.h>
 #include <lockstep/nn/testing/fixtures.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/parallel/ddp/join.h>
@@ -81,6 +82,31 @@ TEST(DdpOptions, UnevenInputsInsideJoin) {
       join.finish();
     });
     EXPECT_THAT(text, HasSubstr("exhausted"));
+  });
+}
+
+TEST(DdpOptions, AModelThatBackwardComputesAgainIsShadowedOnce) {
+  run_ranks(3, [](int rank) {
+    auto world = init_process_group();
+    const auto train = [&](bool checkpointed) {
+      torch::manual_seed(1);
+      auto net = make_double<Net>();  // its buffers are synchronised
+      DistributedDataParallel model(net, {.bucket_cap_mb = 1e-4});
+      const auto body = [&](const torch::Tensor& x) { return model(x); };
+      auto join = model.join();
+      for (int step = 0; step < 3 + 2 * rank; ++step) {
+        net->zero_grad();
+        const auto x = data(rank, {5, 6}, step);
+        const auto output = checkpointed ? activation_checkpoint({}, body, x) : body(x);
+        output.square().sum().backward();
+        torch::NoGradGuard no_grad;
+        for (auto& parameter : net->parameters()) parameter.sub_(0.1 * parameter.grad());
+      }
+      join.finish();
+      return net->parameters();
+    };
+    const auto expected = train(false), actual = train(true);
+    for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::equal(actual[i], expected[i])) << i;
   });
 }
 
