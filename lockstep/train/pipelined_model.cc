@@ -1,9 +1,11 @@
 #include <algorithm>
+#include <iterator>
 #include <unordered_set>
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
 
+#include <lockstep/collectives/objects.h>
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/parallel/ddp/state_sync.h>
 #include <lockstep/train/pipelined_model.h>
@@ -44,10 +46,13 @@ PipelinedModel::PipelinedModel(std::vector<PipelineStage> stages, const TrainerO
   TORCH_CHECK_VALUE(
       options.strategy == Strategy::pipeline,
       "Trainer: stages are trained as a pipeline; set strategy to Strategy::pipeline, or give a module");
-  TORCH_CHECK_VALUE(!stages_.empty(),
-                    "Trainer: this rank has no stage; each rank of a pipeline has one at least");
-  group_ = stages_.front().options().group;
-  if (!group_) group_ = default_group();
+  const auto counts = all_gather_values(std::ssize(stages_), options.process_group);
+  for (size_t rank = 0; rank < counts.size(); ++rank) {
+    TORCH_CHECK_VALUE(counts[rank] > 0, "Trainer: rank ",
+                      get_global_rank(options.process_group, static_cast<int>(rank)),
+                      " has no stage; each rank of a pipeline has one at least");
+  }
+  group_ = pipeline::internal::group_of(stages_);
   if (options_.data_parallel_group) {
     if (!*options_.data_parallel_group) options_.data_parallel_group = default_group();
     replicas_ = get_world_size(*options_.data_parallel_group);

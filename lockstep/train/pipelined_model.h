@@ -60,8 +60,8 @@ class PipelinedModel {
   /// The loss of rows [begin, begin + length) of the batch, whose outputs these are.
   using LossOfRows = std::function<at::Tensor(const Tensors& outputs, int64_t begin, int64_t length)>;
 
-  /// Throws c10::ValueError for stages that are trained with another strategy, and where pipelines and their
-  /// data_parallel_group are not the ranks of the Trainer.
+  /// Collective over the Trainer's ranks. Throws c10::ValueError for stages that are trained with another strategy, where a rank
+  /// has none, and where pipelines and their data_parallel_group are not the ranks of the Trainer.
   PipelinedModel(std::vector<PipelineStage> stages, const TrainerOptions& options);
   PipelinedModel(const PipelinedModel&) = delete;  // the runner refers to it
   PipelinedModel& operator=(const PipelinedModel&) = delete;

@@ -393,6 +393,8 @@ TEST(TrainerPipeline, RefusesWhatItCantTrain) {
     options.pipeline.balance = {3, 4};
     refuse(model.ptr(), all, testing::loss_of, HasSubstr("add up to the module's 8; these add up to 7"));
     options.pipeline.balance = {3, 5};
+    refuse(rank == 0 ? stages : std::vector<PipelineStage>(), all, testing::loss_of,
+           HasSubstr("rank 1 has no stage"));
     options.pipeline.data_parallel_group = new_group();
     refuse(model.ptr(), all, testing::loss_of, HasSubstr("2 pipelines of 2 ranks are 4 ranks"));
     options.pipeline.data_parallel_group.reset();
