@@ -246,9 +246,11 @@ class ControlPlane::Thread : public EventHandler {
     const bool begins = std::exchange(look_at_wait_, now + options_.before_wait_is_said) == BootTime{};
     if (begins) return look_at_wait_;
     const std::string text = what_it_waits_for();
-    if (text != said_wait_ || now >= repeat_wait_at_) {
+    // Each trouble is told by say_trouble(); with a name of several addresses, which are tried in turn, it alternates.
+    const std::string what = link_->trouble().empty() ? text : "trouble";
+    if (what != said_wait_ || now >= repeat_wait_at_) {
       repeat_wait_at_ = now + kBeforeWaitIsRepeated;
-      said_wait_ = text;
+      said_wait_ = what;
       options_.say(text);
     }
     return look_at_wait_;

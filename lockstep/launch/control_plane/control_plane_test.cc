@@ -113,6 +113,35 @@ TEST(ControlPlane, AnAgentWithoutWorkersSaysWhatItWaitsForAndAgainOnlyWhenThatHa
   EXPECT_EQ(std::set<std::string>(said.begin(), said.end()).size(), said.size());
 }
 
+TEST(ControlPlane, AnAgentThatReachesNoneOfSeveralAddressesSaysOnceThatItWaits) {
+  uint16_t deaf = 0;
+  uint16_t mute = 0;
+  listen_on_loopback(deaf);                            // and closed again: connections are refused
+  const UniqueFd listener = listen_on_loopback(mute);  // where they are accepted, and closed
+  std::mutex mutex;
+  std::vector<std::string> said;
+  const ControlPlane plane({.membership = Scene::two_hosts(),
+                            .self = {.id = {9}, .host = "node-9"},
+                            .endpoint = {.addresses = {loopback(deaf), loopback(mute)}, .listener = {}},
+                            .key = TlsKey(kTestSecret, "job"),
+                            .say =
+                                [&](const std::string& text) {
+                                  const std::lock_guard lock(mutex);
+                                  said.push_back(text);
+                                },
+                            .before_wait_is_said = milliseconds(10)});
+  for (int attempt = 0; attempt < 3; ++attempt) {  // an attempt at the other address is before each
+    pollfd come = {listener.get(), POLLIN, 0};
+    ASSERT_EQ(::poll(&come, 1, 60'000), 1);
+    accept_one(listener.get());
+  }
+  const std::lock_guard lock(mutex);
+  EXPECT_EQ(
+      std::count_if(said.begin(), said.end(),
+                    [](const std::string& text) { return text.starts_with("waits for the coordinator: "); }),
+      1);
+}
+
 TEST(ControlPlane, ReportsReachTheHostsThatWatch) {
   Scene scene;
   scene.run_world();
