@@ -300,10 +300,12 @@ BootTime CoordinatorServer::serve(BootTime now) {
   return next;
 }
 
-/// The agent's former connections are old ones, of which it may know more than this host.
+/// The agent's other connections are former ones, of which it may know more than this host; or this is one itself, whose first
+/// status was late.
 void CoordinatorServer::become_only_connection(Peer& peer) {
   for (const auto& other : agents_) {
-    if (other->agent() == peer.agent()) other->close();
+    if (other->agent() != peer.agent()) continue;
+    (other->greeting_until() > peer.greeting_until() ? peer : *other).close();
   }
 }
 

@@ -218,6 +218,24 @@ TEST(Strangers, OfAnAgentsConnectionsTheLastOneStays) {
   EXPECT_TRUE(scene.server->coordinator().members().at(2).connected);
 }
 
+TEST(Strangers, AConnectionWhoseFirstStatusIsLateEndsNoNewerOne) {
+  Scene scene;
+  scene.run_world();
+  Client late(scene, scene.key);
+  ASSERT_TRUE(late.open());
+  late.send(framed(encode(Greeting{})));
+  Client newer(scene, scene.key);
+  ASSERT_TRUE(newer.open());
+  newer.send(framed(encode(Greeting{})) + framed(encode(scene.status_of(5, 2))));
+  const auto& members = scene.server->coordinator().members();
+  scene.until([&] { return members.size() == 3; }, "the newer connection's status is heard");
+  late.send(framed(encode(scene.status_of(5, 1))));
+  late.expect_closed();
+  newer.send(framed(encode(scene.status_of(5, 3))));
+  scene.until([&] { return members[2].status.sent_at == 3; }, "the newer connection is still heard");
+  EXPECT_TRUE(members[2].connected);
+}
+
 TEST(Strangers, AnAgentThatHasGoneAtOnceIsNotConnected) {
   Scene scene;
   scene.run_world();
