@@ -202,14 +202,17 @@ Order Coordinator::order_for(const AgentId& agent) const {
 
 /// Of one that has no place in the generation that runs; null: of which nothing is known.
 std::string Coordinator::why_not_taken(const Member* member) const {
-  const bool repeats = member != nullptr && member->status.node_rank >= 0 &&
-                       std::any_of(world_.hosts.begin(), world_.hosts.end(), [&](const AgentId& host) {
-                         const Member* other = find(host);
-                         return other != nullptr && other->status.node_rank == member->status.node_rank;
-                       });
-  if (repeats) return ", and another host has --node-rank " + std::to_string(member->status.node_rank);
   const bool is_full = world_.hosts.size() >= static_cast<size_t>(options_.max_hosts);
-  return is_full ? ", and --nnodes allows no more" : "";
+  std::string why = is_full ? ", and --nnodes allows no more" : "";
+  for (const AgentId& host : world_.hosts) {
+    const Member* other = find(host);
+    if (member == nullptr || other == nullptr) continue;
+    if (!other->connected && are_of_one_host(other->status, member->status))
+      return ", and this host's former agent has its place until it counts as lost";
+    if (member->status.node_rank >= 0 && other->status.node_rank == member->status.node_rank)
+      why = ", and another host has --node-rank " + std::to_string(member->status.node_rank);
+  }
+  return why;
 }
 
 }  // namespace lockstep::launch

@@ -321,6 +321,13 @@ TEST(Membership, AHostWithoutAPlaceIsToldWhy) {
   EXPECT_EQ(job.decide_once().action, Action::kWait);
   EXPECT_EQ(job.coordinator.order_for(id(3)).reason,
             "generation 1 runs on 2 hosts, and another host has --node-rank 1");
+  job.replace(1);  // its agent is started again
+  job.say(1).node_rank = 1;
+  job.hear(1);
+  EXPECT_EQ(job.decide_once().action, Action::kWait);
+  EXPECT_EQ(
+      job.coordinator.order_for(job.id_of(1)).reason,
+      "generation 1 runs on 2 hosts, and this host's former agent has its place until it counts as lost");
 }
 
 TEST(Membership, AHostThatHasFinishedIsToldForWhatItWaits) {
