@@ -182,7 +182,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer>, public Gradi
   int64_t rounds_at_restart_ = 0;      // when the reducer was as new
   int64_t shadowed_rounds_ = 0;        // the last ones
   std::vector<size_t> arrival_order_;  // in the last one
-  Fingerprint fingerprint_;  // of the parameters at its end
+  Fingerprint fingerprint_;            // of the parameters at its end
   bool steps_in_backward_ = false;
 };
 
