@@ -54,6 +54,13 @@ void all_gather_object(int rank) {
   expect(last == "rank 3");
 }
 
+void all_gather_values(int rank) {
+  // [all_gather_values]
+  const std::vector<std::string> names = lockstep::all_gather_values("rank " + std::to_string(rank));
+  TORCH_CHECK(names[3] == "rank 3");
+  // [end]
+}
+
 void gather_object(int rank) {
   // [gather_object]
   std::vector<c10::IValue> objects(4);
@@ -98,6 +105,7 @@ void objects(int rank) {
   object_conversion();
   conversions();
   all_gather_object(rank);
+  all_gather_values(rank);
   gather_object(rank);
   broadcast_object_list(rank);
   scatter_object_list(rank);
