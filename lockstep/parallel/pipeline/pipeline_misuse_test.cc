@@ -75,6 +75,25 @@ TEST(PipelinesMisuse, ADataParallelGroupHasTheSameStages) {
   });
 }
 
+TEST(PipelinesMisuse, ARefusedPipelineIsToldToTheReplicas) {
+  run_ranks(4, [](int rank) {
+    auto world = init_process_group();
+    auto mesh = init_device_mesh("cpu", {2, 2}, {"dp", "pp"});
+    const nn::Linear layer(6, 6);
+    const auto make = [&](int64_t place) {
+      PipelineRunner(PipelineStage(layer, place, 2, {.group = mesh.get_group("pp")}),
+                     {.data_parallel_group = mesh.get_group("dp")});
+    };
+    const int place = mesh.get_local_rank("pp");
+    const auto text = message_of<c10::ValueError>([&] { make(rank == 1 ? 0 : place); });
+    EXPECT_THAT(text, HasSubstr("on rank 1, it has stage 0 in the place of stage 1"));
+    if (rank > 1) {
+      EXPECT_THAT(text, HasSubstr("its data_parallel_group has rank 0, whose pipeline is refused"));
+    }
+    make(place);  // nothing is broken by that
+  });
+}
+
 /// A module or tensor of a class's own that is none of its layers.
 struct Beside : nn::SequentialImpl {
   enum class What { kLayerBefore, kParameter, kBuffer };

@@ -78,8 +78,17 @@ PipelineCore::PipelineCore(std::vector<PipelineStage> own_stages, PipelineOption
                     "' has no Lockstep backend for CPU tensors; make it with \"lockstep\" or \"nccl\"");
   bool have_agreed = false;
   try {
-    const auto device = agree();
-    if (options.data_parallel_group) check_replicas();
+    std::optional<c10::Device> device;
+    std::exception_ptr refusal;
+    std::string refused;
+    try {
+      device = agree();
+    } catch (const c10::ValueError& error) {
+      refusal = std::current_exception();
+      refused = error.what_without_backtrace();
+    }
+    if (options.data_parallel_group && is_member(*options.data_parallel_group)) check_replicas(refused);
+    if (refusal) std::rethrow_exception(refusal);
     have_agreed = true;
     messages = std::make_unique<TensorMessages>(group, device, kOrderedTag);
     messages->connect(ranks_that_send());
@@ -238,18 +247,27 @@ std::optional<c10::Device> PipelineCore::agree() {
   return all_have_one ? device : std::nullopt;
 }
 
-/// The ranks of a data_parallel_group have the same stages. When those of some rank do not, it throws on all ranks of its pipeline.
-void PipelineCore::check_replicas() const {
+/// The ranks of a data_parallel_group have the same stages. When those of some rank do not, or the pipeline of one is refused, it
+/// throws on all ranks of the pipelines that this concerns. `refused`: why this rank's pipeline is, "" if it is not; its ranks
+/// know already, and only tell the others.
+void PipelineCore::check_replicas(const std::string& refused) const {
   const ProcessGroup& replicas = *options.data_parallel_group;
   std::string fault;
-  const std::tuple<int64_t, int64_t> own{rank, num_stages};
+  const std::tuple<int64_t, int64_t, std::string> own{rank, num_stages, refused};
   const auto places = all_gather_values(own, replicas);
+  if (!refused.empty()) return;
   for (size_t other = 0; other < places.size(); ++other) {
     if (!fault.empty() || places[other] == own) continue;
+    const auto& [place, stages_there, refused_there] = places[other];
     fault = c10::str("its data_parallel_group has rank ", get_global_rank(replicas, static_cast<int>(other)),
-                     ", which is number ", std::get<0>(places[other]), " of a pipeline of ",
-                     std::get<1>(places[other]), " stages, and this one is number ", rank, " of one of ",
-                     num_stages, "; give the ranks that have the same stages of other pipelines");
+                     ", ");
+    if (!refused_there.empty()) {
+      fault += "whose pipeline is refused: " + refused_there;
+      continue;
+    }
+    fault += c10::str("which is number ", place, " of a pipeline of ", stages_there,
+                      " stages, and this one is number ", rank, " of one of ", num_stages,
+                      "; give the ranks that have the same stages of other pipelines");
   }
   const std::vector<std::string> faults = all_gather_values(fault, group);
   for (size_t other = 0; other < faults.size(); ++other) throw_if(faults[other], other);

@@ -65,7 +65,7 @@ struct PipelineCore {
  private:
   std::string own_fault() const;
   std::optional<c10::Device> agree();
-  void check_replicas() const;
+  void check_replicas(const std::string& refused) const;
   void throw_if(const std::string& fault, size_t of_rank) const;
   std::set<std::pair<int, int>> ranks_that_send() const;
   void share_initial_values();
