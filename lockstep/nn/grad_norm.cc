@@ -15,6 +15,7 @@
 #include <ATen/ops/stack.h>
 
 #include <lockstep/collectives/backend/lockstep_backend.h>
+#include <lockstep/device/device.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/nn/gradient_list.h>
 
@@ -64,19 +65,32 @@ at::Tensor norm_of_norms(const at::Tensor& norms, double norm_type) {
   return norm_type == 0 ? norms.sum() : at::linalg_vector_norm(norms, norm_type);
 }
 
+/// Where this rank gathers from, so that all meet in one backend. NCCL takes devices' tensors alone: in a group that has it, a
+/// rank without gradients, or with ones on the CPU, gathers from its device, too. Lockstep takes all.
+c10::Device place_of_gathering(const ProcessGroup& group, c10::Device own) {
+  if (!own.is_cpu()) return own;
+  const auto on_cpu = group->getBackend(c10::kCPU);
+  for (const c10::Device device : group->getDeviceTypes()) {
+    if (group->getBackend(device.type()) == on_cpu) continue;
+    if (const auto bound = group->getBoundDeviceId()) return *bound;
+    return chosen_device().value_or(device);
+  }
+  return own;
+}
+
 /// Gathering the norms and not summing their powers: no power overflows, and one way serves for all norms.
 at::Tensor over_ranks(const at::Tensor& mine, double norm_type, const ProcessGroup& process_group) {
   TORCH_CHECK_VALUE(is_member(process_group),
                     "this rank is not a member of the group that the gradients are "
                     "sharded over; leave the call to its members");
   const ProcessGroup group = process_group ? process_group : default_group();
-  at::Tensor input = mine.to(at::kDouble).view({1});
+  at::Tensor input = mine.to(place_of_gathering(group, mine.device()), at::kDouble).view({1});
   at::Tensor all = at::empty({group->getSize()}, input.options());
   c10d::AllgatherOptions options;
   options.asyncOp = false;
   const CallSite site("the norm of gradients");
   group->getBackend(input.device().type())->_allgather_base(all, input, options)->wait();
-  return norm_of_norms(all, norm_type).to(mine.scalar_type());
+  return norm_of_norms(all, norm_type).to(mine.options());
 }
 
 }  // namespace
