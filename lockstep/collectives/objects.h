@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <optional>
 #include <source_location>
@@ -40,7 +41,7 @@ void all_gather_object(std::vector<c10::IValue>& object_list, const c10::IValue&
 template <class T>
 std::vector<T> all_gather_values(const T& own, const ProcessGroup& group = {},
                                  const std::source_location& caller = std::source_location::current()) {
-  std::vector<c10::IValue> objects(static_cast<size_t>(get_world_size(group)));
+  std::vector<c10::IValue> objects(static_cast<size_t>(std::max(get_world_size(group), 0)));
   all_gather_object(objects, to_object(own), group, caller);
   std::vector<T> values;
   for (const c10::IValue& object : objects) values.push_back(from_object<T>(object));

@@ -139,6 +139,8 @@ TEST(Objects, TakeGlobalRanksInGroups) {
     if (rank == 0) {
       EXPECT_THAT(message_of<c10::ValueError>([&] { all_gather_object(objects, 1, group); }),
                   HasSubstr("all_gather_object: this rank is not a member of the group"));
+      EXPECT_THAT(message_of<c10::ValueError>([&] { all_gather_values(1, group); }),
+                  HasSubstr("this rank is not a member of the group"));
       return;
     }
     gather_object(object_of(rank), rank == 2 ? &objects : nullptr, 2, group);
