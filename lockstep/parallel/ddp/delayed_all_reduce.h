@@ -12,7 +12,8 @@ namespace lockstep {
 
 /// Parameters that are reduced together, apart from the buckets, in one operation that starts when the
 /// gradient of another parameter is computed: so that it runs when nothing else communicates. Their gradients
-/// are views of one buffer, unless the user has put others in their place; these are copied there and back. torch/nn/parallel/distributed.py, _register_delay_all_reduce_hook.
+/// are views of one buffer, unless the user has put others in their place; these are copied there and back.
+/// torch/nn/parallel/distributed.py, _register_delay_all_reduce_hook.
 ///
 /// The end of backward awaits the operation (PyTorch does not). Gradients that come after it has started stay
 /// this rank's own. Used by one thread at a time.
