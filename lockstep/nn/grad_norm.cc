@@ -66,14 +66,15 @@ at::Tensor norm_of_norms(const at::Tensor& norms, double norm_type) {
 }
 
 /// Where this rank gathers from, so that all meet in one backend. NCCL takes devices' tensors alone: in a group that has it, a
-/// rank without gradients, or with ones on the CPU, gathers from its device, too. Lockstep takes all.
+/// rank without gradients, or with ones on the CPU, gathers from the device that it was given, too. Ranks that were given none
+/// train on the CPU, and gather there. Lockstep takes all.
 c10::Device place_of_gathering(const ProcessGroup& group, c10::Device own) {
   if (!own.is_cpu()) return own;
   const auto on_cpu = group->getBackend(c10::kCPU);
   for (const c10::Device device : group->getDeviceTypes()) {
     if (group->getBackend(device.type()) == on_cpu) continue;
     if (const auto bound = group->getBoundDeviceId()) return *bound;
-    return chosen_device().value_or(device);
+    return chosen_device().value_or(own);
   }
   return own;
 }

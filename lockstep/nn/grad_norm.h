@@ -14,7 +14,7 @@
 /// ranks compute the same norm from the same bits. Where each rank holds other gradients, or pieces of them
 /// (sharded or partitioned models), give the group that holds them all together as `sharded_over`, empty for
 /// the default group. Its ranks then exchange one number, and all get the norm of the whole, with the same
-/// bits. All of them must call; a rank without gradients too.
+/// bits. All of them must call; a rank without gradients too (with NCCL it needs set_device() or the group's device_id).
 ///
 /// Norms: p, 1, 2, ±infinity, or 0 (the number of gradients that are not all zero; of pieces if sharded).
 /// Half-precision gradients are measured in float32 (torch rounds each one's norm to half precision). A
@@ -22,7 +22,7 @@
 /// in torch: without a value where it is there, with true an error where it is not.
 ///
 /// No history is recorded. Thread-safe for different tensors and groups. All but error_if_nonfinite works
-/// without waiting for a GPU, unless a rank of a group with NCCL has no gradients on one.
+/// without waiting for a GPU, but on a rank of a group with NCCL that has no gradients on one.
 namespace lockstep {
 
 /// The norm of `tensors` as one vector, a tensor of one element on the first one's device; 0 for an empty
