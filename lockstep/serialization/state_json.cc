@@ -15,6 +15,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/text/hex.h>
 #include <lockstep/base/text/printable.h>
+#include <lockstep/serialization/parse_device.h>
 #include <lockstep/serialization/pickle/dict.h>
 #include <lockstep/serialization/safetensors_header.h>
 #include <lockstep/serialization/state_json.h>
@@ -434,13 +435,9 @@ class Decoder : public nlohmann::json_sax<json> {
   }
 
   c10::IValue device(const std::string& name) const {
-    try {
-      return c10::Device(name);
-    } catch (const c10::Error&) {
-      fail("'" + printable(name) + "' is no device");
-    } catch (const std::exception&) {  // of std::stoi, for huge indices
-      fail("'" + printable(name) + "' is no device");
-    }
+    const auto device = parse_device(name);
+    if (!device) fail("'" + printable(name) + "' is no device");
+    return *device;
   }
 
   c10::IValue tensor(const c10::IValue& name) const {

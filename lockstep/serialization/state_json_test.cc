@@ -122,6 +122,10 @@ TEST(StateJson, RefusesWhatIsNeverWritten) {
   EXPECT_THAT(refused(R"({"a":{"$bytes":"f"}})"), HasSubstr("odd"));
   EXPECT_THAT(refused(R"({"a":{"$bytes":"-1"}})"), HasSubstr("digits"));
   EXPECT_THAT(refused(R"({"a":{"$device":"moon:9999999999999999999999"}})"), HasSubstr("no device"));
+  for (const char* index :
+       {"128", "255", "256", "300", "4294926", "9999999999999999999999"}) {  // 127 is torch's last
+    EXPECT_THAT(refused(R"({"a":{"$device":"cuda:)" + std::string(index) + R"("}})"), HasSubstr("no device"));
+  }
   EXPECT_THAT(refused(R"({"a":{"$complex":[1,2]}})"), HasSubstr("complex"));
   EXPECT_THAT(refused(R"({"a":{"$dict":[[1]]}})"), HasSubstr("pair"));
   EXPECT_THAT(refused(R"({"a":{"$dict":[[[],1]]}})"), HasSubstr("wrong kind"));

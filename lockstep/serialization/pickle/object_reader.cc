@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/serialization/parse_device.h>
 #include <lockstep/serialization/pickle/format.h>
 #include <lockstep/serialization/pickle/object_reader.h>
 
@@ -104,12 +105,8 @@ void ObjectReader::push_device(const std::vector<Slot>& arguments) {
   }
   const std::string name =
       type.toStringRef().substr(0, 100) + (index.isInt() ? ":" + std::to_string(index.toInt()) : "");
-  std::optional<c10::Device> device;
-  try {
-    device.emplace(name);
-  } catch (const std::exception&) {
-    fail("the device '" + name + "', which torch does not know");
-  }
+  const auto device = serialization::parse_device(name);
+  if (!device) fail("the device '" + name + "', which torch does not know");
   push(*device);
 }
 

@@ -52,6 +52,9 @@ TEST(ObjectUnpickle, RunsNothing) {
   EXPECT_THAT(read_error(global("torch", "device") + "."), HasSubstr("a storage, function or type"));
   EXPECT_THAT(read_error(global("torch", "device") + string_of("gpu7") + "\x85R."),
               HasSubstr("the device 'gpu7'"));
+  // To torch's C++ it is cuda:44.
+  EXPECT_THAT(read_error(global("torch", "device") + string_of("cuda") + "M,\x01\x86R."),
+              HasSubstr("the device 'cuda:300'"));
   EXPECT_THAT(read_error("]K\x01\x85R."s), HasSubstr("opcode 0x52 'R': a call of what is no function"));
   EXPECT_THAT(read_error("}]b."), HasSubstr("an object with attributes"));
 }
