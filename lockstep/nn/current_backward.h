@@ -3,8 +3,15 @@
 #include <functional>
 #include <string>
 
-// What happens in the backward of which this thread runs a part, as a hook or a graph's function does.
+#include <torch/csrc/autograd/graph_task.h>
+
+// The backward of which this thread runs a part, as a hook or a graph's function does.
 namespace lockstep {
+
+/// Whether there is one; also in a forward that is computed again for it (activation checkpoints). Thread-safe.
+inline bool is_in_backward() {
+  return torch::autograd::get_current_graph_task_id() != -1;
+}
 
 /// From now on training is in its backward phase (training_phases.h), and in the optimizer's behind the callbacks that this
 /// backward queues until its end. Told once by each thread. `from_any_thread`: as enter_phase() has it.

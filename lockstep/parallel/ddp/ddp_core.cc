@@ -10,7 +10,7 @@
 #include <lockstep/base/training/training_phases.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/device/streams.h>
-#include <lockstep/nn/is_in_backward.h>
+#include <lockstep/nn/current_backward.h>
 #include <lockstep/parallel/ddp/ddp_core.h>
 #include <lockstep/parallel/ddp/delayed_all_reduce.h>
 #include <lockstep/parallel/ddp/hooks/default_hooks.h>

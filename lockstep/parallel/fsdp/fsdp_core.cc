@@ -15,9 +15,9 @@
 #include <lockstep/base/training/step_mark.h>
 #include <lockstep/base/training/training_phases.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/nn/current_backward.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/nn/gradient_list.h>
-#include <lockstep/nn/is_in_backward.h>
 #include <lockstep/parallel/fsdp/fsdp_core.h>
 #include <lockstep/parallel/fsdp/internal/class_name.h>
 #include <lockstep/parallel/fsdp/internal/gather/gathered_units.h>

@@ -18,7 +18,6 @@
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/nn/current_backward.h>
-#include <lockstep/nn/is_in_backward.h>
 #include <lockstep/parallel/fsdp/internal/gradient_reduction.h>
 
 namespace lockstep::fsdp::internal {
