@@ -76,29 +76,32 @@ PipelineCore::PipelineCore(std::vector<PipelineStage> own_stages, PipelineOption
   ranks = get_world_size(group);
   TORCH_CHECK_VALUE(lockstep_backend_of(*group), "the pipeline's group '", group->getGroupName(),
                     "' has no Lockstep backend for CPU tensors; make it with \"lockstep\" or \"nccl\"");
-  bool have_agreed = false;
+  const auto device = agree_with_replicas();
   try {
-    std::optional<c10::Device> device;
-    std::exception_ptr refusal;
-    std::string refused;
-    try {
-      device = agree();
-    } catch (const c10::ValueError& error) {
-      refusal = std::current_exception();
-      refused = error.what_without_backtrace();
-    }
-    if (options.data_parallel_group && is_member(*options.data_parallel_group)) check_replicas(refused);
-    if (refusal) std::rethrow_exception(refusal);
-    have_agreed = true;
     messages = std::make_unique<TensorMessages>(group, device, kOrderedTag);
     messages->connect(ranks_that_send());
     share_initial_values();
   } catch (...) {
-    if (have_agreed) {
-      fail("while its pipeline was made: " + text_of(std::current_exception()));
-    } else {
-      spread_failure(groups());
+    fail("while its pipeline was made: " + text_of(std::current_exception()));
+    throw;
+  }
+}
+
+/// agree(), and check_replicas() of what comes of it.
+std::optional<c10::Device> PipelineCore::agree_with_replicas() {
+  const bool has_replicas = options.data_parallel_group && is_member(*options.data_parallel_group);
+  try {
+    std::optional<c10::Device> device;
+    try {
+      device = agree();
+    } catch (const c10::ValueError& refusal) {
+      if (has_replicas) check_replicas(refusal.what_without_backtrace());
+      throw;
     }
+    if (has_replicas) check_replicas("");
+    return device;
+  } catch (...) {
+    spread_failure(groups());
     throw;
   }
 }

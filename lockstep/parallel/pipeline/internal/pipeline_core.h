@@ -64,6 +64,7 @@ struct PipelineCore {
 
  private:
   std::string own_fault() const;
+  std::optional<c10::Device> agree_with_replicas();
   std::optional<c10::Device> agree();
   void check_replicas(const std::string& refused) const;
   void throw_if(const std::string& fault, size_t of_rank) const;
