@@ -23,6 +23,12 @@ void set_no_delay(int socket) {
   ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
 }
 
+std::string address_by(int (*name)(int, sockaddr*, socklen_t*), int socket) {
+  SocketAddress address;
+  address.size = sizeof(address.storage);
+  return name(socket, address.raw(), &address.size) == 0 ? address.text() : "";
+}
+
 }  // namespace
 
 std::vector<SocketAddress> addresses_of(const std::string& host, uint16_t port, std::string& why) {
@@ -98,15 +104,11 @@ UniqueFd listen_on_loopback(uint16_t& port) {
 }
 
 std::string local_address_of(int socket) {
-  SocketAddress address;
-  address.size = sizeof(address.storage);
-  return ::getsockname(socket, address.raw(), &address.size) == 0 ? address.text() : "";
+  return address_by(::getsockname, socket);
 }
 
 std::string peer_address_of(int socket) {
-  SocketAddress address;
-  address.size = sizeof(address.storage);
-  return ::getpeername(socket, address.raw(), &address.size) == 0 ? address.text() : "";
+  return address_by(::getpeername, socket);
 }
 
 }  // namespace lockstep::launch
