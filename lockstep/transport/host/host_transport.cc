@@ -386,7 +386,7 @@ void HostTransport::monitor(bool watches) {
             note_unmapped(ranks[i], received->index, received->problem);
           }
         }
-        ended = ended || (!open && !is_still_ending(ranks[i]));
+        ended = ended || (!open && !awaits_end_of(ranks[i]));
       }
       if (ended) {
         closing_.erase(ranks[i]);
@@ -400,9 +400,9 @@ void HostTransport::monitor(bool watches) {
   }
 }
 
-/// Of a neighbour that has closed its sockets, and whose end would be awaited otherwise to say how it ended: this thread has
-/// heartbeats to answer meanwhile.
-bool HostTransport::is_still_ending(int rank) {
+/// Whether the end of a neighbour that has closed its sockets is awaited, to say how it ended; notes until when. Not here, for
+/// this thread has heartbeats to answer meanwhile.
+bool HostTransport::awaits_end_of(int rank) {
   const Peer& peer = *peers_[rank];
   const bool noted = note_kind(header_of(peer.bases[0].load(std::memory_order_acquire))) != EndKind::kRunning;
   if (noted || !peer.link.pidfd) return false;

@@ -179,11 +179,10 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   struct Peer {
     PeerLink link;
     std::atomic<bool> ended{false};
-    std::once_flag end_told;  // of a rank on this host, to the others
-    std::atomic<bool> goes_on{
-        false};        // the process of one that has ended, for it has closed its connections long ago
-    std::string host;  // its name; empty in a job on one host
-    std::string wire;  // of a rank on another host: what its wire says of itself
+    std::once_flag end_told;           // of a rank on this host, to the others
+    std::atomic<bool> goes_on{false};  // its process, long after it has closed its connections
+    std::string host;                  // its name; empty in a job on one host
+    std::string wire;                  // of a rank on another host: what its wire says of itself
     // How long describe_end() waits to hear of it, from the first call on; under segments_mutex_.
     Deadline least_patience_for_end = Deadline::never();
     Deadline patience_for_end = Deadline::never();
@@ -261,7 +260,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   bool is_alone(int rank) const;
   std::string describe_loss(int rank, const std::string& reason) const;
   void monitor(bool watches);
-  bool is_still_ending(int rank);
+  bool awaits_end_of(int rank);
   void note_unmapped(int rank, uint32_t index, const std::string& reason);
   void mark_ended(int rank);
   void sweep_retired();
