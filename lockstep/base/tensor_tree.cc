@@ -9,7 +9,7 @@
 
 #include <lockstep/base/tensor_tree.h>
 
-namespace lockstep::detail {
+namespace lockstep::internal {
 namespace {
 
 /// The objects that were looked into, for they may hold themselves; none is looked into if not `enabled`.
@@ -106,4 +106,4 @@ void walk_ivalue(const c10::IValue& value, bool through_objects,
   look(value, visit, objects);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::internal

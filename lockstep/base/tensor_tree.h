@@ -42,7 +42,7 @@ struct IValue;
 }
 
 namespace lockstep {
-namespace detail {
+namespace internal {
 
 /// What a type is to the search.
 enum class Holds {
@@ -347,21 +347,20 @@ void walk(T& value, Visit& visit) {
   }
 }
 
-}  // namespace detail
+}  // namespace internal
 
 /// Whether all tensors of a T can be found. Not so where T has a part that is neither listed above, nor
 /// trivially copyable, nor has a visit_tensors(): a class, std::any, a pointer to void.
 template <class T>
-inline constexpr bool can_find_tensors = detail::all_leaves<std::remove_cvref_t<T>>([](detail::Holds what) {
-  return what != detail::Holds::kUnknown;
-});
+inline constexpr bool can_find_tensors = internal::all_leaves<std::remove_cvref_t<T>>(
+    [](internal::Holds what) { return what != internal::Holds::kUnknown; });
 
 /// Whether for_each_owned_tensor() finds all tensors of a T, as far as is known of what lies behind pointers,
 /// and others can take their place. Not so for packed sequences, whose tensors belong together.
 template <class T>
 inline constexpr bool can_replace_tensors =
-    detail::all_leaves<std::remove_cvref_t<T>, false>([](detail::Holds what) {
-      return what != detail::Holds::kUnknown && what != detail::Holds::kPackedSequence;
+    internal::all_leaves<std::remove_cvref_t<T>, false>([](internal::Holds what) {
+      return what != internal::Holds::kUnknown && what != internal::Holds::kPackedSequence;
     });
 
 /// Calls f for each defined tensor in `value`, in order, as often as it stands there; what can_find_tensors
@@ -371,14 +370,14 @@ inline constexpr bool can_replace_tensors =
 /// pointers is changed where it is.
 template <class T, class F>
 void for_each_tensor(T&& value, F&& f) {
-  detail::walk<true>(value, f);
+  internal::walk<true>(value, f);
 }
 
 /// The same without what lies behind pointers, references and views, or in objects of TorchScript classes:
 /// the tensors that a copy of the value has for itself.
 template <class T, class F>
 void for_each_owned_tensor(T&& value, F&& f) {
-  detail::walk<false>(value, f);
+  internal::walk<false>(value, f);
 }
 
 }  // namespace lockstep

@@ -26,6 +26,9 @@
 #include <lockstep/rendezvous/launch_environment.h>
 
 namespace lockstep::benchmark {
+
+using namespace internal;
+
 namespace {
 
 constexpr int kWrongStatus = 1;

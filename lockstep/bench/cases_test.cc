@@ -8,6 +8,9 @@
 #include <lockstep/testing/multi_rank.h>
 
 namespace lockstep::benchmark::cases_test {
+
+using namespace internal;
+
 namespace {
 
 using lockstep::testing::run_ranks;

@@ -4,6 +4,11 @@
 #include <lockstep/bench/internal/pattern.h>
 
 namespace lockstep::benchmark::pattern_test {
+
+using internal::Contributions;
+using internal::Pattern;
+using internal::RedOpType;
+
 namespace {
 
 constexpr at::ScalarType kTypes[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar,

@@ -7,6 +7,9 @@
 #include <lockstep/testing/message_of.h>
 
 namespace lockstep::benchmark::plan_test {
+
+using namespace internal;
+
 namespace {
 
 using ::testing::AllOf;

@@ -9,6 +9,9 @@
 #include <lockstep/bench/internal/status_line.h>
 
 namespace lockstep::benchmark::report_test {
+
+using namespace internal;
+
 namespace {
 
 using ::testing::AllOf;

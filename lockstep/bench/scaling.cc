@@ -24,6 +24,9 @@
 #include <lockstep/launch/agent/agent.h>
 
 namespace lockstep::benchmark {
+
+using namespace internal;
+
 namespace {
 
 void say_scaling(const std::string& text) {

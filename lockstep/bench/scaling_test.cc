@@ -10,6 +10,9 @@
 #include <lockstep/testing/message_of.h>
 
 namespace lockstep::benchmark::scaling_test {
+
+using namespace internal;
+
 namespace {
 
 using ::testing::AllOf;

@@ -23,6 +23,9 @@
 #include <lockstep/rendezvous/rendezvous.h>
 
 namespace lockstep {
+
+using namespace collectives::internal;
+
 namespace {
 
 using transport::HostTransport;

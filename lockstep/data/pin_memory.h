@@ -33,7 +33,7 @@ void pin(T& value) {
   } else if constexpr (requires { value.pin_memory(); }) {
     value = value.pin_memory();
   } else {
-    detail::for_each_part</*kThrough=*/false>(value, [](auto& part) { internal::pin(part); });
+    lockstep::internal::for_each_part</*kThrough=*/false>(value, [](auto& part) { internal::pin(part); });
   }
 }
 

@@ -20,6 +20,10 @@
 #include <lockstep/doctor/internal/command.h>
 
 namespace lockstep::doctor {
+
+using internal::CommandResult;
+using internal::run_command;
+
 namespace {
 
 constexpr std::chrono::seconds kTimeout{30};

@@ -13,6 +13,12 @@
 #include <lockstep/doctor/internal/files.h>
 
 namespace lockstep::doctor {
+
+using internal::list_folder;
+using internal::parse_cpu_list;
+using internal::read_file;
+using internal::read_integer;
+
 namespace {
 
 Kernel gather_kernel(const std::string& root) {

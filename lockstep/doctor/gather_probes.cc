@@ -34,6 +34,11 @@
 #include <lockstep/transport/wire/ucx_engine.h>
 
 namespace lockstep::doctor {
+
+using internal::find_in_path;
+using internal::read_integer;
+using internal::run_command;
+
 namespace {
 
 using std::chrono::milliseconds;

@@ -14,6 +14,10 @@
 #include <lockstep/doctor/internal/files.h>
 
 namespace lockstep::doctor {
+
+using internal::find_in_path;
+using internal::run_command;
+
 namespace {
 
 std::string library_of(const void* address) {

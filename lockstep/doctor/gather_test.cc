@@ -15,6 +15,12 @@
 #include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::doctor::gather_test {
+
+using internal::fingerprint_file;
+using internal::format_cpu_list;
+using internal::parse_cpu_list;
+using internal::run_command;
+
 namespace {
 
 using namespace std::chrono_literals;

@@ -17,6 +17,10 @@
 #include <lockstep/rendezvous/rendezvous.h>
 
 namespace lockstep::doctor {
+
+using internal::PeerWatch;
+using internal::ReportBoard;
+
 namespace {
 
 /// Each pair is tested so often, each time between others, and its median counts.

@@ -17,6 +17,9 @@
 #include <lockstep/transport/host/host_transport.h>
 
 namespace lockstep::doctor {
+
+using namespace internal;
+
 namespace {
 
 using Clock = std::chrono::steady_clock;

@@ -25,6 +25,13 @@
 #include <lockstep/testing/multi_rank.h>
 
 namespace lockstep::doctor::job_test {
+
+using internal::difference_from_sum;
+using internal::exercise_collectives;
+using internal::fill_contribution;
+using internal::Placement;
+using internal::ReportBoard;
+
 namespace {
 
 using namespace std::chrono_literals;

@@ -9,6 +9,13 @@
 #include <lockstep/doctor/judge_job.h>
 
 namespace lockstep::doctor {
+
+using internal::common_member;
+using internal::duration;
+using internal::median;
+using internal::tell_different_errors;
+using internal::tell_errors;
+
 namespace {
 
 constexpr size_t kMostPairsNamed = 12;

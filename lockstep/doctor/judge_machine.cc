@@ -9,6 +9,9 @@
 #include <lockstep/doctor/judge.h>
 
 namespace lockstep::doctor {
+
+using internal::format_cpu_list;
+
 namespace {
 
 using namespace thresholds;

@@ -12,6 +12,10 @@
 #include <lockstep/doctor/judge_job.h>
 
 namespace lockstep::doctor {
+
+using internal::format_cpu_list;
+using internal::median;
+
 namespace {
 
 using Ranks = std::vector<const RankFacts*>;

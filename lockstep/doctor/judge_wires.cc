@@ -7,6 +7,12 @@
 #include <lockstep/doctor/judge_job.h>
 
 namespace lockstep::doctor {
+
+using internal::common_member;
+using internal::duration;
+using internal::median;
+using internal::tell_errors;
+
 namespace {
 
 constexpr size_t kMostWiresNamed = 12;

@@ -22,6 +22,10 @@
 #include <lockstep/rendezvous/process_watch.h>
 
 namespace lockstep::doctor {
+
+using internal::fingerprint_file;
+using internal::read_file;
+
 namespace {
 
 std::string cpu_model() {

@@ -20,6 +20,12 @@
 #include <lockstep/launch/spawn_processes.h>
 
 namespace lockstep::doctor {
+
+using internal::exercise_collectives;
+using internal::exercise_messages;
+using internal::kExerciseSizes;
+using internal::Placement;
+
 namespace {
 
 constexpr int kRanks = 2;

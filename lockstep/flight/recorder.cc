@@ -25,6 +25,12 @@
 #include <lockstep/rendezvous/host_identity.h>
 
 namespace lockstep::flight {
+
+using internal::Observers;
+using internal::record_directory;
+using internal::SignalWatcher;
+using internal::write_record;
+
 namespace {
 
 constexpr int64_t kDefaultEntries = 2000;  // as PyTorch's TORCH_FR_BUFFER_SIZE

@@ -22,6 +22,10 @@
 
 // The recorder and its files. Each test has a process of its own, because there is one recorder for each.
 namespace lockstep::flight::recorder_test {
+
+using internal::record_directory;
+using internal::write_record;
+
 namespace {
 
 using namespace std::chrono_literals;

@@ -117,8 +117,8 @@ class Surroundings {
 }  // namespace
 
 /// One call of activation_checkpoint(). It lives as long as anything of its graph can be asked for.
-class detail::ActivationFrame final : public SavedTensorHooks,
-                                      public std::enable_shared_from_this<detail::ActivationFrame> {
+class internal::ActivationFrame final : public SavedTensorHooks,
+                                        public std::enable_shared_from_this<internal::ActivationFrame> {
  public:
   ActivationFrame(const ActivationCheckpointOptions& options, const std::vector<at::Tensor>& inputs,
                   ActivationScope::Recompute recompute)
@@ -190,7 +190,7 @@ class detail::ActivationFrame final : public SavedTensorHooks,
 };
 
 namespace {
-using detail::ActivationFrame;
+using internal::ActivationFrame;
 thread_local int64_t checkpoint_count = 0;
 }  // namespace
 
@@ -314,28 +314,28 @@ void ActivationFrame::check_same(TaskId task, size_t saved) const {
 
 // ---- The scope
 
-struct detail::ActivationScope::State {
+struct internal::ActivationScope::State {
   std::shared_ptr<ActivationFrame> frame;
   SavedTensorHooksScope hooks{*frame};
 };
 
-detail::ActivationScope::ActivationScope(const ActivationCheckpointOptions& options,
-                                         const std::vector<at::Tensor>& inputs, Recompute recompute)
+internal::ActivationScope::ActivationScope(const ActivationCheckpointOptions& options,
+                                           const std::vector<at::Tensor>& inputs, Recompute recompute)
     : state_(new State{.frame = std::make_shared<ActivationFrame>(options, inputs, std::move(recompute))}) {
   ++checkpoint_count;
 }
 
-detail::ActivationScope::~ActivationScope() = default;
+internal::ActivationScope::~ActivationScope() = default;
 
 int64_t activation_checkpoint_count() {
   return checkpoint_count;
 }
 
-void detail::ActivationScope::complete() {
+void internal::ActivationScope::complete() {
   state_->frame->complete();
 }
 
-at::Tensor detail::placeholder() {
+at::Tensor internal::placeholder() {
   return at::empty({0});
 }
 

@@ -23,7 +23,7 @@ struct ActivationCheckpointOptions {
   bool early_stop = true;
 };
 
-namespace detail {
+namespace internal {
 
 class ActivationFrame;
 
@@ -67,7 +67,7 @@ void put_tensors(Argument& argument, std::vector<at::Tensor>::const_iterator& ne
   }
 }
 
-}  // namespace detail
+}  // namespace internal
 
 /// Activation checkpointing: runs function(arguments…), but keeps for backward only the arguments. What its operations save
 /// is dropped, and when backward comes to them the function runs again: less memory for the time of a second forward.
@@ -96,19 +96,19 @@ auto activation_checkpoint(const ActivationCheckpointOptions& options, Function&
   if (!c10::GradMode::is_enabled()) return run();
   Kept kept(std::as_const(arguments)...);
   std::vector<at::Tensor> inputs;
-  std::apply([&](auto&... argument) { (detail::take_tensors(argument, inputs), ...); }, kept);
+  std::apply([&](auto&... argument) { (internal::take_tensors(argument, inputs), ...); }, kept);
   auto recompute = [held = Held(std::as_const(function)),
                     kept = std::move(kept)](const std::vector<at::Tensor>& tensors) mutable {
     Kept again = kept;
     auto next = tensors.begin();
-    std::apply([&](auto&... argument) { (detail::put_tensors(argument, next), ...); }, again);
+    std::apply([&](auto&... argument) { (internal::put_tensors(argument, next), ...); }, again);
     if constexpr (std::is_invocable_v<Held&, std::decay_t<Arguments>&...>) {
       std::apply(held, again);
     } else {
       std::apply(held, std::move(again));
     }
   };
-  detail::ActivationScope scope(options, inputs, std::move(recompute));
+  internal::ActivationScope scope(options, inputs, std::move(recompute));
   inputs.clear();
   if constexpr (std::is_void_v<decltype(run())>) {
     run();

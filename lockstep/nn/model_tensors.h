@@ -28,7 +28,7 @@ struct ModelTensors {
   std::vector<NamedTensor> buffers;
 };
 
-namespace detail {
+namespace internal {
 
 template <class T>
 void is_wrapper(const DistributedDataParallel<T>&);
@@ -44,7 +44,7 @@ void is_sharded(const FullyShardedDataParallel<T>&);
 
 ModelTensors tensors_of_module(const torch::nn::Module& module);
 
-}  // namespace detail
+}  // namespace internal
 
 /// A model: a torch::nn::Module, a std::shared_ptr to one, a holder (torch::nn::Linear), an AnyModule, a
 /// torch::jit::Module, or a wrapper (DistributedDataParallel, DataParallel, AveragedModel), itself or behind
@@ -57,7 +57,7 @@ concept ModelType = std::derived_from<std::remove_cvref_t<T>, torch::nn::Module>
 /// FullyShardedDataParallel: no rank has the whole of its parameters to itself, so its states come from it.
 template <class T>
 concept ShardedModel = requires(const T& model) {
-  detail::is_sharded(model);
+  internal::is_sharded(model);
 };
 
 /// The tensors that the model has now. DistributedDataParallel and DataParallel have the names of the module
@@ -67,10 +67,10 @@ template <ModelType Model>
 ModelTensors model_tensors(const Model& model) {
   static_assert(!ShardedModel<Model>,
                 "a FullyShardedDataParallel's states are its full_state_dict() and full_optim_state_dict()");
-  if constexpr (detail::WrapperModule<Model>) {
+  if constexpr (internal::WrapperModule<Model>) {
     return model_tensors(model.module);
   } else if constexpr (std::derived_from<Model, torch::nn::Module>) {
-    return detail::tensors_of_module(model);
+    return internal::tensors_of_module(model);
   } else if constexpr (std::same_as<Model, torch::jit::Module>) {
     using Script = WrappedModule<torch::jit::Module>;
     TORCH_CHECK_VALUE(!Script::is_empty(model), "the model is empty");

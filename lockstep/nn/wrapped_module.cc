@@ -3,7 +3,7 @@
 #include <lockstep/nn/wrapped_module.h>
 
 namespace lockstep {
-namespace detail {
+namespace internal {
 namespace {
 
 /// See mirror_script_module().
@@ -52,7 +52,7 @@ std::shared_ptr<torch::nn::Module> mirror_script_module(const torch::jit::Module
   return std::make_shared<ScriptMirror>(module);
 }
 
-}  // namespace detail
+}  // namespace internal
 
 using Script = WrappedModule<torch::jit::Module>;
 
@@ -66,11 +66,11 @@ bool Script::is_empty(const Handle& handle) {
 }
 
 std::vector<NamedTensor> Script::named_parameters(const Handle& handle) {
-  return detail::listed(handle.named_parameters());
+  return internal::listed(handle.named_parameters());
 }
 
 std::vector<NamedTensor> Script::named_buffers(const Handle& handle) {
-  return detail::listed(handle.named_buffers());
+  return internal::listed(handle.named_buffers());
 }
 
 c10::IValue Script::forward(const Handle& handle, std::vector<c10::IValue> arguments) {

@@ -36,7 +36,7 @@
 ///
 /// No container's header is included here; torch::nn::AnyModule is known by what it can do.
 namespace lockstep {
-namespace detail {
+namespace internal {
 
 std::vector<NamedTensor> named_tensors(const torch::OrderedDict<std::string, at::Tensor>& tensors);
 
@@ -83,12 +83,12 @@ struct ContainedModuleOf<torch::jit::Module> {
   using type = torch::jit::Module;
 };
 
-}  // namespace detail
+}  // namespace internal
 
 /// The T of WrappedModule<T> for something that a wrapper is constructed from. No type (so no deduction) for
 /// what cannot be wrapped, such as a module by value, which its wrapper could not share with its owner.
 template <class Given>
-using ContainedModule = typename detail::ContainedModuleOf<std::remove_cvref_t<Given>>::type;
+using ContainedModule = typename internal::ContainedModuleOf<std::remove_cvref_t<Given>>::type;
 
 /// A module holder, such as torch::nn::Linear, of a T.
 template <class Holder, class T>
@@ -115,15 +115,15 @@ struct WrappedModule {
                 "the wrapped module must be a torch::nn::Module (in a shared_ptr or a holder such as "
                 "torch::nn::Linear), a torch::nn::AnyModule or a torch::jit::Module");
   using Handle = std::shared_ptr<T>;
-  static constexpr bool kReturnTypeIsAsked = detail::ReturnsWhatIsAsked<T>;
+  static constexpr bool kReturnTypeIsAsked = internal::ReturnsWhatIsAsked<T>;
 
   static bool is_empty(const Handle& handle) { return handle == nullptr; }
   static std::shared_ptr<torch::nn::Module> as_module(const Handle& handle) { return handle; }
   static std::vector<NamedTensor> named_parameters(const Handle& handle) {
-    return detail::named_tensors(handle->named_parameters());
+    return internal::named_tensors(handle->named_parameters());
   }
   static std::vector<NamedTensor> named_buffers(const Handle& handle) {
-    return detail::named_tensors(handle->named_buffers());
+    return internal::named_tensors(handle->named_buffers());
   }
   template <class... Arguments>
   requires(!kReturnTypeIsAsked) static auto forward(const Handle& handle, Arguments&&... arguments) {
@@ -151,7 +151,7 @@ struct WrappedModule<T> : WrappedModule<typename T::ContainedType> {
 };
 
 /// torch::nn::AnyModule. As ever its arguments must have exactly the types of the contained forward()'s.
-template <detail::ErasedModule T>
+template <internal::ErasedModule T>
 struct WrappedModule<T> {
   using Handle = T;
   static constexpr bool kReturnTypeIsAsked = true;
@@ -159,10 +159,10 @@ struct WrappedModule<T> {
   static bool is_empty(const Handle& handle) { return handle.is_empty(); }
   static std::shared_ptr<torch::nn::Module> as_module(const Handle& handle) { return handle.ptr(); }
   static std::vector<NamedTensor> named_parameters(const Handle& handle) {
-    return detail::named_tensors(handle.ptr()->named_parameters());
+    return internal::named_tensors(handle.ptr()->named_parameters());
   }
   static std::vector<NamedTensor> named_buffers(const Handle& handle) {
-    return detail::named_tensors(handle.ptr()->named_buffers());
+    return internal::named_tensors(handle.ptr()->named_buffers());
   }
   template <class ReturnType = at::Tensor, class... Arguments>
   static ReturnType forward(const Handle& handle, Arguments&&... arguments) {
@@ -186,7 +186,7 @@ struct WrappedModule<torch::jit::Module> {
 
   static bool is_empty(const Handle& handle);
   static std::shared_ptr<torch::nn::Module> as_module(const Handle& handle) {
-    return detail::mirror_script_module(handle);
+    return internal::mirror_script_module(handle);
   }
   static std::vector<NamedTensor> named_parameters(const Handle& handle);
   static std::vector<NamedTensor> named_buffers(const Handle& handle);

@@ -108,11 +108,11 @@ Autocast custom_bwd(AutogradContext* context, DeviceType device_type) {
                                 .enabled = saved.at(kEnabledKey).toBool()});
 }
 
-Autocast detail::custom_fwd_without_autocast(AutogradContext* context, DeviceType device_type) {
+Autocast internal::custom_fwd_without_autocast(AutogradContext* context, DeviceType device_type) {
   return remember(context, device_type, /*enabled=*/false);
 }
 
-at::Tensor detail::cast_eligible(const at::Tensor& tensor, DeviceType device_type, ScalarType dtype) {
+at::Tensor internal::cast_eligible(const at::Tensor& tensor, DeviceType device_type, ScalarType dtype) {
   const bool eligible = tensor.is_floating_point() && tensor.device().type() == device_type &&
                         tensor.scalar_type() != at::kDouble;
   return eligible ? tensor.to(dtype) : tensor;

@@ -86,21 +86,21 @@ c10::ScalarType get_autocast_dtype(c10::DeviceType device_type);
 Autocast custom_fwd(torch::autograd::AutogradContext* context, c10::DeviceType device_type);
 Autocast custom_bwd(torch::autograd::AutogradContext* context, c10::DeviceType device_type);
 
-namespace detail {
+namespace internal {
 Autocast custom_fwd_without_autocast(torch::autograd::AutogradContext* context, c10::DeviceType device_type);
 at::Tensor cast_eligible(const at::Tensor& tensor, c10::DeviceType device_type, c10::ScalarType dtype);
-}  // namespace detail
+}  // namespace internal
 
 template <class... Inputs>
 Autocast custom_fwd(torch::autograd::AutogradContext* context, c10::DeviceType device_type,
                     c10::ScalarType cast_inputs, Inputs&... inputs) {
   if (is_autocast_enabled(device_type)) {
     const auto cast = [&](at::Tensor& tensor) {
-      tensor = detail::cast_eligible(tensor, device_type, cast_inputs);
+      tensor = internal::cast_eligible(tensor, device_type, cast_inputs);
     };
     (for_each_owned_tensor(inputs, cast), ...);
   }
-  return detail::custom_fwd_without_autocast(context, device_type);
+  return internal::custom_fwd_without_autocast(context, device_type);
 }
 
 }  // namespace lockstep

@@ -67,7 +67,7 @@ class GradScaler {
   /// The same for what holds tensors: vectors, tuples, maps and whatever else tensor_tree.h lists, nested.
   /// Throws c10::ValueError for tensors behind pointers and views, which another tensor owns.
   template <class Outputs>
-  requires(can_find_tensors<Outputs> && !detail::holds_none<Outputs>() &&
+  requires(can_find_tensors<Outputs> && !internal::holds_none<Outputs>() &&
            !std::derived_from<Outputs, at::Tensor>) Outputs scale(Outputs outputs) {
     if (!enabled_) return outputs;
     int64_t foreign = 0;

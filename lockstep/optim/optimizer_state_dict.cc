@@ -13,6 +13,11 @@
 #include <lockstep/optim/optimizer_state_dict.h>
 
 namespace lockstep {
+
+using internal::format_of;
+using internal::OptimizerParts;
+using internal::ScheduledGroups;
+
 namespace {
 
 using c10::IValue;

@@ -9,6 +9,9 @@
 #include <lockstep/optim/post_local_sgd_optimizer.h>
 
 namespace lockstep {
+
+using internal::sync_options;
+
 namespace {
 
 using torch::optim::Optimizer;

@@ -9,6 +9,10 @@
 
 namespace lockstep {
 
+namespace internal {
+class OptimizerParts;
+}
+
 /// An optimizer that lets a model averager average the parameters after its steps. For post-local SGD
 /// (https://arxiv.org/abs/1808.07217), beside DDP with the post-local SGD hook, whose start_localSGD_iter is
 /// the averager's warmup_steps. torch/distributed/optim/post_localSGD_optimizer.py.
@@ -36,7 +40,7 @@ class PostLocalSGDOptimizer final : public torch::optim::Optimizer, public Colle
   const ProcessGroup& process_group() const override { return averager_->process_group(); }
 
  private:
-  friend class OptimizerParts;
+  friend class internal::OptimizerParts;
 
   std::unique_ptr<torch::optim::Optimizer> optim_;
   std::shared_ptr<ModelAverager> averager_;

@@ -17,6 +17,11 @@
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 
 namespace lockstep {
+
+using internal::format_of;
+using internal::ParameterBroadcast;
+using internal::sync_options;
+
 namespace {
 
 using torch::optim::Optimizer;

@@ -15,7 +15,10 @@
 
 namespace lockstep {
 
+namespace internal {
+class OptimizerParts;
 class ParameterBroadcast;
+}  // namespace internal
 
 /// Makes an optimizer over these parameter groups, as its constructor takes them: options may be missing, and
 /// a group may be without parameters.
@@ -113,7 +116,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable,
   void finish_step();
 
  private:
-  friend class OptimizerParts;
+  friend class internal::OptimizerParts;
 
   std::vector<torch::optim::OptimizerParamGroup> groups_of_rank(int rank) const;
   const at::Tensor& local_parameter(const at::Tensor& parameter) const;
@@ -137,7 +140,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable,
   std::unique_ptr<torch::optim::Optimizer> consolidated_;  // of all parameters, where state was brought to
   std::vector<bool> trainable_;
   std::vector<at::Tensor> buckets_;  // by rank; not defined for one without parameters
-  std::unique_ptr<ParameterBroadcast> broadcast_;
+  std::unique_ptr<internal::ParameterBroadcast> broadcast_;
 };
 
 }  // namespace lockstep

@@ -26,6 +26,11 @@
 #include <lockstep/train/internal/failure_agreement.h>
 
 namespace lockstep {
+
+using train::internal::agree_on_failure;
+using train::internal::FailureCause;
+using train::internal::kind_of;
+
 namespace train {
 namespace {
 

@@ -14,7 +14,7 @@
 
 namespace lockstep {
 
-using train::FailureCause;
+using train::internal::FailureCause;
 
 RobustLoop::RobustLoop(TrainerCore& trainer, RobustLoopOptions options)
     : trainer_(trainer), options_(std::move(options)) {
@@ -31,7 +31,7 @@ RobustLoop::~RobustLoop() = default;
 
 int RobustLoop::run() {
   const int status = options_.stop_status;
-  train::StopSignals signals(options_.stop_signals, options_.deadline, [status] {
+  train::internal::StopSignals signals(options_.stop_signals, options_.deadline, [status] {
     LOCKSTEP_LOG(kError) << "RobustLoop: the deadline after the signal has passed before there was a "
                             "checkpoint; ending with status "
                          << status << ", and the checkpoint before counts";
@@ -86,14 +86,14 @@ int RobustLoop::run() {
 }
 
 void RobustLoop::agree(const std::exception_ptr& failure, bool can_repeat) {
-  agreement_ = std::make_unique<train::FailureAgreement>(
-      train::agree_on_failure({.kind = train::kind_of(failure),
-                               .text = text_of(failure),
-                               .step = trainer_.step(),
-                               .largest_micro_batch = trainer_.largest_micro_batch(),
-                               .can_repeat = can_repeat,
-                               .can_save = training_ && trainer_.consistent()},
-                              options_.agree_timeout));
+  agreement_ = std::make_unique<train::internal::FailureAgreement>(
+      train::internal::agree_on_failure({.kind = train::internal::kind_of(failure),
+                                         .text = text_of(failure),
+                                         .step = trainer_.step(),
+                                         .largest_micro_batch = trainer_.largest_micro_batch(),
+                                         .can_repeat = can_repeat,
+                                         .can_save = training_ && trainer_.consistent()},
+                                        options_.agree_timeout));
 }
 
 /// In a step, on each rank on which it failed.
@@ -188,7 +188,7 @@ void RobustLoop::save_what_is_left() {
 }
 
 void RobustLoop::throw_first_cause(const std::exception_ptr& own) const {
-  const bool own_cause = train::kind_of(own) != FailureCause::kPeer;
+  const bool own_cause = train::internal::kind_of(own) != FailureCause::kPeer;
   const bool peers_cause = std::any_of(agreement_->reports.begin(), agreement_->reports.end(),
                                        [](const auto& report) { return report.kind != FailureCause::kPeer; });
   if (own_cause || !peers_cause) std::rethrow_exception(own);

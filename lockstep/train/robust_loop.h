@@ -12,7 +12,7 @@
 
 namespace lockstep {
 
-namespace train {
+namespace train::internal {
 struct FailureAgreement;
 }
 
@@ -76,8 +76,8 @@ class RobustLoop {
   TrainerCore& trainer_;
   RobustLoopOptions options_;
   bool training_ = false;  // restore() is done: what the Trainer holds is worth saving
-  std::unique_ptr<train::FailureAgreement> agreement_;  // on what ends the run
-  bool gave_up_ = false;                                // to agree
+  std::unique_ptr<train::internal::FailureAgreement> agreement_;  // on what ends the run
+  bool gave_up_ = false;                                          // to agree
 };
 
 }  // namespace lockstep

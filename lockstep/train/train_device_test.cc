@@ -25,6 +25,10 @@
 #include <lockstep/train/trainer.h>
 
 namespace lockstep::train_device_test {
+
+using train::internal::FailureCause;
+using train::internal::kind_of;
+
 namespace {
 
 namespace nn = torch::nn;
@@ -281,12 +285,12 @@ TEST(RobustLoopOnDevice, AllRanksMakeRoomWhenOneHasNoMemory) {
     } catch (...) {
       failure = std::current_exception();
     }
-    EXPECT_EQ(train::kind_of(failure),
-              rank == 1 ? train::FailureCause::kOutOfMemory : train::FailureCause::kPeer);
-    const auto agreement = train::agree_on_failure(
-        {.kind = train::kind_of(failure), .text = text_of(failure)}, std::chrono::minutes(1));
+    EXPECT_EQ(train::internal::kind_of(failure),
+              rank == 1 ? train::internal::FailureCause::kOutOfMemory : train::internal::FailureCause::kPeer);
+    const auto agreement = train::internal::agree_on_failure(
+        {.kind = train::internal::kind_of(failure), .text = text_of(failure)}, std::chrono::minutes(1));
     ASSERT_EQ(agreement.reports.size(), 2U);
-    EXPECT_EQ(agreement.reports[1].kind, train::FailureCause::kOutOfMemory);
+    EXPECT_EQ(agreement.reports[1].kind, train::internal::FailureCause::kOutOfMemory);
     EXPECT_EQ(lockstep_backend_of(*default_group())->timeout(), usual_timeout);
     if (testing::test_device_is_simulated()) {
       EXPECT_EQ(simulated::counters().emptied_caches, before.emptied_caches + 1);
@@ -328,10 +332,10 @@ TEST(FailureCause, KnowsWhatTheDriverAndItsLibrariesSay) {
       if (of_backend) C10_THROW_ERROR(DistBackendError, text);
       C10_THROW_ERROR(Error, text);
     } catch (...) {
-      return train::kind_of(std::current_exception());
+      return train::internal::kind_of(std::current_exception());
     }
   };
-  using train::FailureCause;
+  using train::internal::FailureCause;
   for (const char* text : {"CUDA out of memory. Tried to allocate 2 GiB", "CUDA error: out of memory",
                            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"}) {
     EXPECT_EQ(kind_of(text, false), FailureCause::kOutOfMemory) << text;

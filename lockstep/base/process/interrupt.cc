@@ -2,10 +2,10 @@
 
 namespace lockstep {
 
-std::atomic<InterruptCheck> base::internal::interrupt_check{nullptr};
+std::atomic<InterruptCheck> internal::interrupt_check{nullptr};
 
 void set_interrupt_check(InterruptCheck check) {
-  base::internal::interrupt_check.store(check, std::memory_order_relaxed);
+  internal::interrupt_check.store(check, std::memory_order_relaxed);
 }
 
 }  // namespace lockstep

@@ -23,17 +23,17 @@ using InterruptCheck = void (*)();
 /// One for the process; null for none, as at the start. Thread-safe.
 void set_interrupt_check(InterruptCheck check);
 
-namespace base::internal {
+namespace internal {
 extern std::atomic<InterruptCheck> interrupt_check;
-}  // namespace base::internal
+}  // namespace internal
 
 inline bool has_interrupt_check() {
-  return base::internal::interrupt_check.load(std::memory_order_relaxed) != nullptr;
+  return internal::interrupt_check.load(std::memory_order_relaxed) != nullptr;
 }
 
 /// Every wait calls it, at least every kInterruptInterval when there is a check.
 inline void check_interrupts() {
-  if (auto check = base::internal::interrupt_check.load(std::memory_order_relaxed)) check();
+  if (auto check = internal::interrupt_check.load(std::memory_order_relaxed)) check();
 }
 
 inline constexpr std::chrono::milliseconds kInterruptInterval{100};

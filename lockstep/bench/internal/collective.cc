@@ -3,7 +3,7 @@
 #include <lockstep/bench/bench.h>
 #include <lockstep/bench/internal/collective.h>
 
-namespace lockstep::benchmark {
+namespace lockstep::benchmark::internal {
 
 const std::vector<CollectiveInfo>& all_collectives() {
   using enum Collective;
@@ -22,13 +22,6 @@ const std::vector<CollectiveInfo>& all_collectives() {
       {kBarrier, "barrier", "barrier", true, false, false, false, false, 1},
   };
   return all;
-}
-
-std::string known_collectives() {
-  std::string names;
-  for (const CollectiveInfo& info : all_collectives())
-    names += (names.empty() ? "" : ", ") + std::string(info.name);
-  return names;
 }
 
 const CollectiveInfo& find_collective(const std::string& name) {
@@ -75,6 +68,17 @@ BufferElements buffer_elements(const CollectiveInfo& info, Placement placement, 
     default:
       return {whole, whole};
   }
+}
+
+}  // namespace lockstep::benchmark::internal
+
+namespace lockstep::benchmark {
+
+std::string known_collectives() {
+  std::string names;
+  for (const internal::CollectiveInfo& info : internal::all_collectives())
+    names += (names.empty() ? "" : ", ") + std::string(info.name);
+  return names;
 }
 
 }  // namespace lockstep::benchmark

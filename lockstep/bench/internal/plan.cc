@@ -8,7 +8,7 @@
 #include <lockstep/base/text/lower_case.h>
 #include <lockstep/bench/internal/plan.h>
 
-namespace lockstep::benchmark {
+namespace lockstep::benchmark::internal {
 namespace {
 
 constexpr int64_t kDefaultMinBytes = int64_t{1} << 10;
@@ -154,18 +154,6 @@ void add_steps(const BenchOptions& options, Plan& plan) {
 
 }  // namespace
 
-int64_t parse_size(const std::string& text, const std::string& option) {
-  int64_t number = 0;
-  const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  const int exponent = exponent_of(lower_case(std::string(stop, text.data() + text.size())));
-  TORCH_CHECK_VALUE(error == std::errc() && exponent >= 0, option, " is '", text,
-                    "'; it takes a number of bytes such as 4096, 4K or 100M");
-  TORCH_CHECK_VALUE(number >= 1, option, " is '", text, "'; it takes at least 1 byte");
-  TORCH_CHECK_VALUE(number <= kMostBytes >> (10 * exponent), option, " is '", text, "'; at most ",
-                    format_bytes(kMostBytes), " make sense");
-  return number << (10 * exponent);
-}
-
 int64_t Plan::memory_bytes() const {
   return (buffers.first + buffers.second) * static_cast<int64_t>(c10::elementSize(dtype)) * ranks;
 }
@@ -217,6 +205,22 @@ std::optional<std::string> memory_objection(const Plan& plan, const MemoryLimits
 
 int64_t shown_bytes(const CollectiveInfo& info, int64_t count, int ranks, c10::ScalarType dtype) {
   return count * (info.split ? ranks : 1) * static_cast<int64_t>(c10::elementSize(dtype));
+}
+
+}  // namespace lockstep::benchmark::internal
+
+namespace lockstep::benchmark {
+
+int64_t parse_size(const std::string& text, const std::string& option) {
+  int64_t number = 0;
+  const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  const int exponent = internal::exponent_of(lower_case(std::string(stop, text.data() + text.size())));
+  TORCH_CHECK_VALUE(error == std::errc() && exponent >= 0, option, " is '", text,
+                    "'; it takes a number of bytes such as 4096, 4K or 100M");
+  TORCH_CHECK_VALUE(number >= 1, option, " is '", text, "'; it takes at least 1 byte");
+  TORCH_CHECK_VALUE(number <= internal::kMostBytes >> (10 * exponent), option, " is '", text, "'; at most ",
+                    format_bytes(internal::kMostBytes), " make sense");
+  return number << (10 * exponent);
 }
 
 }  // namespace lockstep::benchmark

@@ -16,6 +16,9 @@
 // What all operations have in common; the single collectives stand in lockstep_reductions.cc and
 // lockstep_exchanges.cc.
 namespace lockstep {
+
+using namespace collectives::internal;
+
 namespace {
 
 using transport::ChannelError;

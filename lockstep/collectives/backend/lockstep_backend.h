@@ -19,10 +19,12 @@
 
 namespace lockstep {
 
+struct Signature;
+namespace collectives::internal {
 struct PlannedOperation;
 struct Reducing;
-struct Signature;
 class StagingArea;
+}  // namespace collectives::internal
 
 /// Where the program is while this object lives in this thread, and what operations are for, which flight records and
 /// traces say. Without a purpose they are for what the one around it says.
@@ -218,9 +220,10 @@ class LockstepBackend : public c10d::Backend {
                                                    const c10d::AllgatherOptions& options);
 
  private:
-  c10::intrusive_ptr<c10d::Work> submit(PlannedOperation operation);
+  c10::intrusive_ptr<c10d::Work> submit(collectives::internal::PlannedOperation operation);
   /// Of a reduction that this thread starts.
-  Signature reducing_signature(const Signature& signature, const Reducing& reducing) const;
+  Signature reducing_signature(const Signature& signature,
+                               const collectives::internal::Reducing& reducing) const;
   /// Of a group that is made from this one with such options; null, or another backend's: the same as here.
   HostCompression between_hosts_of(const Options* options) const;
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
@@ -232,8 +235,8 @@ class LockstepBackend : public c10d::Backend {
   c10::intrusive_ptr<GroupOptions> options_;
   Settings settings_;
   std::atomic<std::chrono::milliseconds::rep> timeout_ms_;
-  std::shared_ptr<StagingArea> staging_;
-  std::shared_ptr<OperationQueue> queue_;
+  std::shared_ptr<collectives::internal::StagingArea> staging_;
+  std::shared_ptr<collectives::internal::OperationQueue> queue_;
   std::shared_ptr<const flight::ObservedGroup> flight_group_;
   std::atomic<uint64_t> messages_{0};  // sends and receives so far
   std::atomic<uint64_t> monitored_barriers_{0};

@@ -9,6 +9,7 @@
 // all ranks, and describes the work as an exchange.
 namespace lockstep {
 
+using namespace collectives::internal;
 using namespace planning;
 
 // ---- one to all, all to one

@@ -10,6 +10,7 @@
 // describes the work as a reduction, or as an exchange whose pieces are reduced.
 namespace lockstep {
 
+using namespace collectives::internal;
 using namespace planning;
 
 Signature LockstepBackend::reducing_signature(const Signature& signature, const Reducing& reducing) const {
@@ -45,7 +46,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::allreduce_sparse(Tensors& tensor
                         .asynchronous = options.asyncOp};
   if (tensor.is_cpu()) {
     plan.body = [channel = channel_, signature, tensor](const Terms& terms) {
-      algorithms::all_reduce_sparse(*channel, terms, signature, {tensor});
+      all_reduce_sparse(*channel, terms, signature, {tensor});
     };
   } else {
     plan.operands = std::make_shared<Operands>(*channel_, staging_);
@@ -53,7 +54,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::allreduce_sparse(Tensors& tensor
     plan.body = [channel = channel_, signature, tensor, copies](const Terms& terms) {
       const at::Tensor mine = copies->fetch_sparse(tensor, *channel, terms.deadline);
       if (!mine.defined()) return algorithms::barrier(*channel, terms);  // throws why the group has failed
-      copies->bring_sparse(tensor, algorithms::sum_sparse(*channel, terms, signature, mine));
+      copies->bring_sparse(tensor, sum_sparse(*channel, terms, signature, mine));
     };
   }
   return submit(std::move(plan));

@@ -10,6 +10,7 @@
 // The collectives of LockstepBackend that take several tensors a rank, as Gloo's do.
 namespace lockstep {
 
+using namespace collectives::internal;
 using namespace planning;
 
 c10::intrusive_ptr<c10d::Work> LockstepBackend::allreduce_several(Tensors& tensors,
@@ -32,7 +33,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::allreduce_several(Tensors& tenso
                    .timeout = options.timeout,
                    .asynchronous = options.asyncOp,
                    .body = [channel = channel_, signature, tensors](const Terms& terms) {
-                     algorithms::all_reduce_sparse(*channel, terms, signature, tensors);
+                     all_reduce_sparse(*channel, terms, signature, tensors);
                    }});
   }
   for (const at::Tensor& tensor : tensors) check_output(tensor, kName);

@@ -8,7 +8,10 @@
 #include <lockstep/testing/message_of.h>
 
 // Which backend a group gets, decided from what the ranks say. Needs no device.
-namespace lockstep::device_agreement::device_agreement_test {
+namespace lockstep::collectives::internal::device_agreement::device_agreement_test {
+
+using namespace collectives::internal;
+
 namespace {
 
 using ::testing::AllOf;
@@ -145,4 +148,4 @@ TEST(BackendNames, SayWhichBackendServesWhichDevice) {
 }
 
 }  // namespace
-}  // namespace lockstep::device_agreement::device_agreement_test
+}  // namespace lockstep::collectives::internal::device_agreement::device_agreement_test

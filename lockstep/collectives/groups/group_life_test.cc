@@ -23,6 +23,9 @@
 
 // What groups cost, how they end, and what becomes of them when something goes wrong while they are made.
 namespace lockstep::group_life_test {
+
+using namespace collectives::internal;
+
 namespace {
 
 using namespace std::chrono_literals;

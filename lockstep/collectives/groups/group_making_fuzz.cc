@@ -20,7 +20,7 @@ std::vector<std::string> seeds() {
 LOCKSTEP_FUZZ_TARGET(group_making, seeds) {
   const std::string text(reinterpret_cast<const char*>(data), size);
   try {
-    const auto [word, identity] = lockstep::group_making::parse_store_value(text, 1);
+    const auto [word, identity] = lockstep::collectives::internal::group_making::parse_store_value(text, 1);
     if (word == 0 || !text.ends_with(" " + identity)) std::abort();
   } catch (const c10::DistStoreError&) {
     // what is documented

@@ -24,6 +24,9 @@
 
 // Ranks and hosts of a job are lost, and the others go on as a smaller group, over pretended hosts.
 namespace lockstep::hosts_shrink_test {
+
+using namespace collectives::internal;
+
 namespace {
 
 using namespace std::chrono_literals;

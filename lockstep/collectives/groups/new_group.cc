@@ -18,6 +18,9 @@
 #include <lockstep/device/cuda_library.h>
 
 namespace lockstep {
+
+using namespace collectives::internal;
+
 namespace {
 
 using group_making::Gather;

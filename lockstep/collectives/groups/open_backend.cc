@@ -24,6 +24,9 @@
 #include <lockstep/rendezvous/topology.h>
 
 namespace lockstep {
+
+using namespace collectives::internal;
+
 namespace {
 
 using transport::GroupChannel;

@@ -15,6 +15,9 @@
 #include <lockstep/collectives/process_group.h>
 
 namespace lockstep {
+
+using namespace collectives::internal;
+
 namespace {
 
 using group_making::GroupPlan;

@@ -22,6 +22,9 @@
 
 // Ranks of a job die, stop, or stay away, and the others go on as a smaller group in the same processes.
 namespace lockstep::shrink_group_test {
+
+using namespace collectives::internal;
+
 namespace {
 
 using namespace std::chrono_literals;

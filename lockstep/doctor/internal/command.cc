@@ -13,7 +13,7 @@
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/doctor/internal/command.h>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 namespace {
 
 constexpr size_t kMostOutput = 1 << 20;
@@ -111,4 +111,4 @@ CommandResult run_command(const std::vector<std::string>& argv, std::chrono::nan
   return result;
 }
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 
 /// How a helper program ended.
 struct CommandResult {
@@ -20,4 +20,4 @@ struct CommandResult {
 /// once it has ended; a process that it left behind does not keep us. Never throws for what the program does.
 CommandResult run_command(const std::vector<std::string>& argv, std::chrono::nanoseconds timeout);
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

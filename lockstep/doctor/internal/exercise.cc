@@ -5,7 +5,7 @@
 #include <lockstep/doctor/internal/exercise.h>
 #include <lockstep/doctor/internal/known_values.h>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 namespace {
 
 void expect_sum(const at::Tensor& tensor, const std::vector<int>& ranks, const std::string& operation) {
@@ -45,4 +45,4 @@ void exercise_messages(int64_t numel, int rank, int peer, const ProcessGroup& gr
   expect_sum(theirs, {peer}, "recv from rank " + std::to_string(peer));
 }
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

@@ -7,7 +7,7 @@
 
 /// The operations that every test of the doctor runs, with known values, in a group of which this rank is a
 /// member. Each throws c10::Error: what the operation threw, or that it gave wrong values.
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 
 /// Where a tensor lies: in ordinary memory, from which it is staged, or in memory that all ranks see.
 enum class Placement { kStaged, kArena };
@@ -26,4 +26,4 @@ void exercise_collectives(int64_t numel, Placement placement, const std::vector<
 /// A message each way between two ranks.
 void exercise_messages(int64_t numel, int rank, int peer, const ProcessGroup& group);
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

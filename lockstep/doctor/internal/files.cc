@@ -12,7 +12,7 @@
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/doctor/internal/files.h>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 
 std::optional<std::string> read_file(const std::string& path) {
   // Not by a stream: files of the kernel may fail while they are read, and a file buffer throws then.
@@ -109,4 +109,4 @@ std::optional<std::string> find_in_path(const std::string& name) {
   return std::nullopt;
 }
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 
 /// A file's content without white space at its end; nothing when it can't be read. For small files.
 std::optional<std::string> read_file(const std::string& path);
@@ -27,4 +27,4 @@ std::optional<std::string> fingerprint_file(const std::string& path);
 /// The first executable of this name in PATH; a name with a slash is a path. Nothing when there is none.
 std::optional<std::string> find_in_path(const std::string& name);
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

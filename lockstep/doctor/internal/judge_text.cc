@@ -4,7 +4,7 @@
 #include <lockstep/base/text/formatted.h>
 #include <lockstep/doctor/internal/judge_text.h>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 
 std::string duration(double seconds) {
   const bool micro = seconds < 1e-3;
@@ -48,4 +48,4 @@ std::optional<int> common_member(const std::vector<Pair>& bad, const std::vector
   return std::nullopt;
 }
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

@@ -8,7 +8,7 @@
 #include <lockstep/doctor/job_probe.h>
 
 /// What the judges of a job share. Pure functions.
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 
 /// "12.5 µs", "30 ms"
 std::string duration(double seconds);
@@ -20,4 +20,4 @@ std::string tell_different_errors(const std::map<int, std::string>& errors);
 /// is to be named.
 std::optional<int> common_member(const std::vector<Pair>& bad, const std::vector<Pair>& good);
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

@@ -2,7 +2,7 @@
 
 #include <lockstep/doctor/internal/known_values.h>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 
 void fill_contribution(const at::Tensor& tensor, int rank) {
   auto* data = tensor.data_ptr<float>();
@@ -26,4 +26,4 @@ std::string difference_from_sum(const at::Tensor& tensor, const std::vector<int>
   return text.str();
 }
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

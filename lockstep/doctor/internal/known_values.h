@@ -8,7 +8,7 @@
 
 /// Numbers whose sums each rank can compute alone. All are small whole numbers: float32 holds them, and the
 /// sums over up to 100,000 ranks, exactly.
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 
 /// Element i of what a rank contributes.
 inline float contribution(int rank, int64_t i) {
@@ -22,4 +22,4 @@ void fill_contribution(const at::Tensor& tensor, int rank);
 /// contribution): empty if nothing, else "element 5 is 3 instead of 4 (17 of 1024 are wrong)".
 std::string difference_from_sum(const at::Tensor& tensor, const std::vector<int>& ranks);
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 
 /// The lower one of an even number: with four ranks half of the pairs are slow because of one slow rank. 0 of none.
 inline double median(std::vector<double> values) {
@@ -12,4 +12,4 @@ inline double median(std::vector<double> values) {
   return values[(values.size() - 1) / 2];
 }
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

@@ -1,7 +1,7 @@
 #include <lockstep/base/process/pidfd.h>
 #include <lockstep/doctor/internal/peer_watch.h>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 
 PeerWatch::PeerWatch(const std::vector<RankFacts>& ranks, int rank) : pidfds_(ranks.size()) {
   const RankFacts& own = ranks.at(static_cast<size_t>(rank));
@@ -17,4 +17,4 @@ bool PeerWatch::has_ended(int rank) const {
   return process_has_ended(pidfds_.at(static_cast<size_t>(rank)));
 }
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

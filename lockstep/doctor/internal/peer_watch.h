@@ -5,7 +5,7 @@
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/doctor/rank_facts.h>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 
 /// Knows when the process of a rank has ended, for ranks on this host; of others it knows nothing.
 /// Thread-safe.
@@ -19,4 +19,4 @@ class PeerWatch {
   std::vector<UniqueFd> pidfds_;
 };
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

@@ -14,7 +14,7 @@
 ///   N/all        what rank 0 makes of it: an array of texts, of true for a rank that has ended and false for
 ///                one that is silent; or its own text
 ///   N/seen/R     rank R has read N/all
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 namespace {
 
 using std::chrono::microseconds;
@@ -115,4 +115,4 @@ std::string ReportBoard::share(const std::string& from_rank_0, const Deadline& d
   return from_rank_0;
 }
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

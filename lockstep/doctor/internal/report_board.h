@@ -15,7 +15,7 @@ namespace c10d {
 class Store;
 }
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 
 /// Collects a text from each rank, through the store, so that what is tested (process groups) is not
 /// needed to tell how the test went. Unlike store_all_gather() it goes on without a rank that does not
@@ -63,4 +63,4 @@ class ReportBoard {
   uint64_t round_ = 0;
 };
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

@@ -12,7 +12,7 @@
 #include <lockstep/doctor/internal/files.h>
 #include <lockstep/doctor/internal/wire_test.h>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 namespace {
 
 using WireClock = std::chrono::steady_clock;
@@ -161,4 +161,4 @@ WireMeasurement measure_wire(const ProcessGroup& group, int rank, int peer,
   return measured;
 }
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

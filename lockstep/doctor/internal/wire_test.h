@@ -6,7 +6,7 @@
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/doctor/job_probe.h>
 
-namespace lockstep::doctor {
+namespace lockstep::doctor::internal {
 
 /// TCP's counters of this network namespace, since it was made. Zero where /proc does not tell.
 struct TcpSegments {
@@ -21,4 +21,4 @@ TcpSegments read_tcp_segments();
 WireMeasurement measure_wire(const ProcessGroup& group, int rank, int peer,
                              const std::function<void()>& begin_step);
 
-}  // namespace lockstep::doctor
+}  // namespace lockstep::doctor::internal

@@ -8,7 +8,7 @@
 
 #include <lockstep/flight/operation_observer.h>
 
-namespace lockstep::flight {
+namespace lockstep::flight::internal {
 
 /// Those that are told of operations beside the recorder. Without any, a look costs one load. Thread-safe; observers are
 /// told without a lock.
@@ -52,4 +52,4 @@ class Observers {
   std::atomic<bool> any_{false};
 };
 
-}  // namespace lockstep::flight
+}  // namespace lockstep::flight::internal

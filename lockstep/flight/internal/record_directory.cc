@@ -21,7 +21,7 @@
 #include <lockstep/flight/internal/record_directory.h>
 #include <lockstep/rendezvous/flight_directory.h>
 
-namespace lockstep::flight {
+namespace lockstep::flight::internal {
 namespace {
 
 constexpr const char* kRemedy = "; set LOCKSTEP_FLIGHT_DIR to a directory that can be written";
@@ -112,4 +112,4 @@ std::string write_record(const std::string& name, const std::string& text) {
   return path;
 }
 
-}  // namespace lockstep::flight
+}  // namespace lockstep::flight::internal

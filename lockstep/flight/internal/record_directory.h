@@ -2,7 +2,7 @@
 
 #include <string>
 
-namespace lockstep::flight {
+namespace lockstep::flight::internal {
 
 /// Where this process's flight records go; see flight_directory() in rendezvous/.
 std::string record_directory();
@@ -13,4 +13,4 @@ std::string record_directory();
 /// c10::Error that names the path and the cause.
 std::string write_record(const std::string& name, const std::string& text);
 
-}  // namespace lockstep::flight
+}  // namespace lockstep::flight::internal

@@ -9,7 +9,7 @@
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/flight/internal/signal_watcher.h>
 
-namespace lockstep::flight {
+namespace lockstep::flight::internal {
 namespace {
 
 /// What the handler touches: no destructor, so it is there at any time.
@@ -104,4 +104,4 @@ void SignalWatcher::wake() {
   if (thread_of_process() != nullptr) ::sem_post(&mailbox.posted);
 }
 
-}  // namespace lockstep::flight
+}  // namespace lockstep::flight::internal

@@ -2,7 +2,7 @@
 
 #include <functional>
 
-namespace lockstep::flight {
+namespace lockstep::flight::internal {
 
 /// Runs a function in a thread of its own for each SIGUSR1 that this process gets (several that come together
 /// count as one), and whenever wake() asks. One for each process.
@@ -22,4 +22,4 @@ class SignalWatcher {
   static void wake();
 };
 
-}  // namespace lockstep::flight
+}  // namespace lockstep::flight::internal

@@ -7,7 +7,7 @@
 
 #include <lockstep/optim/internal/momentum_access.h>
 
-namespace lockstep {
+namespace lockstep::internal {
 namespace {
 
 using torch::optim::OptimizerOptions;
@@ -48,4 +48,4 @@ void set_momentum(OptimizerOptions& options, double momentum) {
   TORCH_INTERNAL_ASSERT(known, "these optimizer options have no momentum");
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::internal

@@ -2,7 +2,7 @@
 
 #include <torch/optim/optimizer.h>
 
-namespace lockstep {
+namespace lockstep::internal {
 
 /// Where an optimizer's options keep what schedulers cycle as momentum.
 enum class MomentumKind {
@@ -17,4 +17,4 @@ MomentumKind momentum_kind(const torch::optim::OptimizerOptions& options);
 /// `options` are of a kind but kNone.
 void set_momentum(torch::optim::OptimizerOptions& options, double momentum);
 
-}  // namespace lockstep
+}  // namespace lockstep::internal

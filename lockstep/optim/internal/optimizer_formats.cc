@@ -18,7 +18,7 @@
 #include <lockstep/optim/internal/optimizer_formats.h>
 
 // Keys and their order are those of `defaults` and `state` in torch/optim/*.py.
-namespace lockstep {
+namespace lockstep::internal {
 namespace {
 
 using namespace optimizer_format;
@@ -395,4 +395,4 @@ const OptimizerFormat& format_of(const torch::optim::Optimizer& optimizer) {
                     "(lockstep/optim/optimizer_format.h), which tells the names of its options and states");
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::internal

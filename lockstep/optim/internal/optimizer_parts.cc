@@ -5,7 +5,7 @@
 #include <lockstep/optim/post_local_sgd_optimizer.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 
-namespace lockstep {
+namespace lockstep::internal {
 
 OptimizerParts::OptimizerParts(torch::optim::Optimizer& optimizer) {
   add(optimizer, /*whole=*/false);
@@ -59,4 +59,4 @@ void OptimizerParts::forget_consolidated() const {
   if (zero_) zero_->consolidated_.reset();
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::internal

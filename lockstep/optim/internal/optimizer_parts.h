@@ -7,8 +7,10 @@
 #include <lockstep/optim/model_averaging.h>
 
 namespace lockstep {
-
 class ZeroRedundancyOptimizer;
+}
+
+namespace lockstep::internal {
 
 /// Where an optimizer keeps what belongs into a checkpoint: in itself, or in the optimizers that it contains
 /// (ZeroRedundancyOptimizer, PostLocalSGDOptimizer). Refers to the optimizer.
@@ -43,4 +45,4 @@ class OptimizerParts {
   ZeroRedundancyOptimizer* zero_ = nullptr;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::internal

@@ -6,7 +6,7 @@
 
 #include <lockstep/optim/internal/parameter_broadcast.h>
 
-namespace lockstep {
+namespace lockstep::internal {
 namespace {
 
 /// A parcel's size; parameters of this size and more travel alone. Below it, an operation costs more than
@@ -80,4 +80,4 @@ void ParameterBroadcast::finish() {
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::internal

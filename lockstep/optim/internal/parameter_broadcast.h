@@ -6,7 +6,7 @@
 
 #include <lockstep/collectives/functional.h>
 
-namespace lockstep {
+namespace lockstep::internal {
 
 /// Updated parameters on their way from the ranks that own them to all others.
 ///
@@ -37,4 +37,4 @@ class ParameterBroadcast {
   std::vector<Parcel> under_way_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::internal

@@ -7,7 +7,7 @@
 
 #include <lockstep/optim/internal/scheduled_groups.h>
 
-namespace lockstep {
+namespace lockstep::internal {
 namespace {
 
 using torch::optim::Optimizer;
@@ -78,4 +78,4 @@ bool ScheduledGroups::optimizer_has_stepped() {
   return stepped_;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::internal

@@ -9,7 +9,7 @@
 #include <c10/core/TensorImpl.h>
 #include <torch/optim/optimizer.h>
 
-namespace lockstep {
+namespace lockstep::internal {
 
 /// What Python's schedulers write into an optimizer's param_groups beside its options, for each group, and
 /// LibTorch's groups have no room for. All schedulers of one optimizer share it, so that the second one knows
@@ -41,4 +41,4 @@ class ScheduledGroups {
   bool stepped_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::internal

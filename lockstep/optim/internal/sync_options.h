@@ -2,7 +2,7 @@
 
 #include <torch/optim/optimizer.h>
 
-namespace lockstep {
+namespace lockstep::internal {
 
 /// Gives each parameter group of `to` the options of the same group of `from`: a learning rate that a
 /// scheduler has set, for instance. torch's ZeroRedundancyOptimizer._sync_param_groups.
@@ -14,4 +14,4 @@ inline void sync_options(const torch::optim::Optimizer& from, torch::optim::Opti
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::internal

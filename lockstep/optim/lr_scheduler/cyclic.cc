@@ -12,6 +12,12 @@
 // The formulas are written as in torch/optim/lr_scheduler.py, operation by operation, so that they round
 // alike.
 namespace lockstep::lr_scheduler {
+
+using internal::momentum_kind;
+using internal::MomentumKind;
+using internal::ScheduledGroups;
+using internal::set_momentum;
+
 namespace {
 
 using torch::optim::Optimizer;

@@ -9,6 +9,7 @@
 
 namespace lockstep::lr_scheduler {
 
+using internal::ScheduledGroups;
 using torch::optim::Optimizer;
 
 std::vector<double> PerGroup::expanded(const std::string& name, size_t groups) const {

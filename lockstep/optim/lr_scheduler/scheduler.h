@@ -14,7 +14,7 @@
 #include <lockstep/optim/lr_scheduler/state_fields.h>
 #include <lockstep/serialization/state_dict.h>
 
-namespace lockstep {
+namespace lockstep::internal {
 class ScheduledGroups;
 }
 
@@ -124,7 +124,7 @@ class LRScheduler {
   /// To add members to, under Python's names.
   StateFields& state_fields() { return state_fields_; }
   const StateFields& state_fields() const { return state_fields_; }
-  ScheduledGroups& scheduled_groups() const { return *scheduled_groups_; }
+  internal::ScheduledGroups& scheduled_groups() const { return *scheduled_groups_; }
 
   int64_t last_epoch_ = -1;
   int64_t step_count_ = 0;
@@ -138,7 +138,7 @@ class LRScheduler {
 
   torch::optim::Optimizer& optimizer_;
   std::string name_;
-  std::shared_ptr<ScheduledGroups> scheduled_groups_;
+  std::shared_ptr<internal::ScheduledGroups> scheduled_groups_;
   StateFields state_fields_;
 };
 
@@ -154,7 +154,7 @@ class InitialLr {
   InitialLr(torch::optim::Optimizer& optimizer, const PerGroup& initial_lr);
 
  private:
-  std::shared_ptr<ScheduledGroups> scheduled_groups_;
+  std::shared_ptr<internal::ScheduledGroups> scheduled_groups_;
 };
 
 }  // namespace lockstep::lr_scheduler

@@ -16,7 +16,7 @@
 #include <lockstep/serialization/state_dict.h>
 #include <lockstep/train/internal/failure_agreement.h>
 
-namespace lockstep::train {
+namespace lockstep::train::internal {
 namespace {
 
 /// What LibTorch's CPU allocator says (c10/core/impl/alloc_cpu.cpp), which has no type of its own; CUDA's;
@@ -130,4 +130,4 @@ FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::millis
   }
 }
 
-}  // namespace lockstep::train
+}  // namespace lockstep::train::internal

@@ -8,7 +8,7 @@
 
 #include <lockstep/collectives/process_group.h>
 
-namespace lockstep::train {
+namespace lockstep::train::internal {
 
 /// What went wrong on a rank.
 enum class FailureCause {
@@ -47,4 +47,4 @@ struct FailureAgreement {
 /// `timeout`, and, over several hosts, c10::DistStoreError on a rank that does not reach the job's store.
 FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::milliseconds timeout);
 
-}  // namespace lockstep::train
+}  // namespace lockstep::train::internal

@@ -11,7 +11,7 @@
 #include <lockstep/base/process/signal_of_child.h>
 #include <lockstep/train/internal/stop_signals.h>
 
-namespace lockstep::train {
+namespace lockstep::train::internal {
 namespace {
 
 // What the handler may touch: lock-free, and without a destructor.
@@ -93,4 +93,4 @@ void StopSignals::watch(std::chrono::nanoseconds deadline, const std::function<v
   too_late();
 }
 
-}  // namespace lockstep::train
+}  // namespace lockstep::train::internal

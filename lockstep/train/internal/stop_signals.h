@@ -8,7 +8,7 @@
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/unique_fd.h>
 
-namespace lockstep::train {
+namespace lockstep::train::internal {
 
 /// While it lives, these signals no longer end the process but are noted. When `deadline` has passed since
 /// the first of them, and it still lives, `too_late` is called in a thread of its own. Afterwards the former
@@ -32,4 +32,4 @@ class StopSignals {
   BackgroundThread watchdog_;
 };
 
-}  // namespace lockstep::train
+}  // namespace lockstep::train::internal

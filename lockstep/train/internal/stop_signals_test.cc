@@ -8,7 +8,7 @@
 
 #include <lockstep/train/internal/stop_signals.h>
 
-namespace lockstep::stop_signals_test {
+namespace lockstep::train::internal::stop_signals_test {
 namespace {
 
 TEST(StopSignals, OfAForkedChildEndItAndNotTheTraining) {
@@ -17,7 +17,7 @@ TEST(StopSignals, OfAForkedChildEndItAndNotTheTraining) {
 #endif
   std::atomic<bool> is_too_late{false};
   {
-    const train::StopSignals stop({SIGTERM}, std::chrono::seconds(0), [&] { is_too_late = true; });
+    const train::internal::StopSignals stop({SIGTERM}, std::chrono::seconds(0), [&] { is_too_late = true; });
     const pid_t child = ::fork();
     ASSERT_GE(child, 0);
     if (child == 0) {
@@ -33,4 +33,4 @@ TEST(StopSignals, OfAForkedChildEndItAndNotTheTraining) {
 }
 
 }  // namespace
-}  // namespace lockstep::stop_signals_test
+}  // namespace lockstep::train::internal::stop_signals_test

@@ -31,6 +31,10 @@
 #include <lockstep/transport/local_socket.h>
 
 namespace lockstep::transport {
+
+using internal::PeerAddress;
+using internal::Token;
+
 namespace {
 
 constexpr uint64_t kHelloMagic = 0x3150455453434b4cULL;  // "LKCSTEP1"

@@ -22,6 +22,9 @@
 #include <lockstep/transport/internal/peer_address.h>
 
 namespace lockstep::transport::peer_links_fuzz {
+
+using internal::PeerAddress;
+
 namespace {
 
 constexpr size_t kMaxAttachments = 3;

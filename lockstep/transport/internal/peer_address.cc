@@ -8,7 +8,7 @@
 #include <lockstep/base/text/parse_number.h>
 #include <lockstep/transport/internal/peer_address.h>
 
-namespace lockstep::transport {
+namespace lockstep::transport::internal {
 namespace {
 
 // An abstract name stands behind a zero byte.
@@ -64,4 +64,4 @@ PeerAddress PeerAddress::parse(const std::string& text) {
   return address;
 }
 
-}  // namespace lockstep::transport
+}  // namespace lockstep::transport::internal

@@ -8,7 +8,7 @@
 #include <lockstep/rendezvous/generation.h>
 #include <lockstep/rendezvous/process_watch.h>
 
-namespace lockstep::transport {
+namespace lockstep::transport::internal {
 
 /// Shown by the rank that connects: only a process that reads the job's store knows it.
 using Token = std::array<uint8_t, 16>;
@@ -27,4 +27,4 @@ struct PeerAddress {
   static PeerAddress parse(const std::string& text);
 };
 
-}  // namespace lockstep::transport
+}  // namespace lockstep::transport::internal

@@ -5,7 +5,7 @@
 
 #include <lockstep/transport/internal/peer_address.h>
 
-namespace lockstep::transport::peer_address_test {
+namespace lockstep::transport::internal::peer_address_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -55,4 +55,4 @@ TEST(PeerAddress, RefusesWhatNoRankWrote) {
 }
 
 }  // namespace
-}  // namespace lockstep::transport::peer_address_test
+}  // namespace lockstep::transport::internal::peer_address_test

@@ -11,7 +11,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/transport/internal/ucx_library.h>
 
-namespace lockstep::transport::wire {
+namespace lockstep::transport::internal {
 namespace {
 
 void set(const char* name, const char* value) {
@@ -68,5 +68,5 @@ const UcxLibrary& UcxLibrary::load(const std::string& port_range) {
   return library;
 }
 
-}  // namespace lockstep::transport::wire
+}  // namespace lockstep::transport::internal
 #endif

@@ -4,7 +4,7 @@
 #include <ucp/api/ucp.h>
 
 // Of <ucp/api/ucp.h>, which only some builds have: for ucx_engine.cc and ucx_worker.cc alone.
-namespace lockstep::transport::wire {
+namespace lockstep::transport::internal {
 
 #define LOCKSTEP_UCX_FUNCTIONS(each) \
   each(ucp_cleanup);                 \
@@ -48,4 +48,4 @@ struct UcxLibrary {
   static const UcxLibrary& load(const std::string& port_range);
 };
 
-}  // namespace lockstep::transport::wire
+}  // namespace lockstep::transport::internal

@@ -17,7 +17,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/transport/internal/ucx_worker.h>
 
-namespace lockstep::transport::wire {
+namespace lockstep::transport::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -160,6 +160,6 @@ std::string UcxWorker::devices() const {
   return devices;
 }
 
-}  // namespace lockstep::transport::wire
+}  // namespace lockstep::transport::internal
 
 #endif

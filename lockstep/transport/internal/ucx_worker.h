@@ -5,7 +5,7 @@
 
 #include <lockstep/transport/internal/ucx_library.h>
 
-namespace lockstep::transport::wire {
+namespace lockstep::transport::internal {
 
 /// What an engine sets up of UCX: a context with the devices that it may use, a worker, and a datatype by which UCX takes
 /// and brings messages. Not thread-safe.
@@ -45,4 +45,4 @@ class UcxWorker {
   std::string description_;
 };
 
-}  // namespace lockstep::transport::wire
+}  // namespace lockstep::transport::internal

@@ -19,6 +19,10 @@
 #include <lockstep/transport/internal/ucx_worker.h>
 
 namespace lockstep::transport::wire {
+
+using internal::UcxLibrary;
+using internal::UcxWorker;
+
 namespace {
 
 class UcxEngine;

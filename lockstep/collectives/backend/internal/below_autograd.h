@@ -3,7 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 /// Collectives write into tensors behind autograd's back, as PyTorch's do.
 struct BelowAutograd {
@@ -11,4 +11,4 @@ struct BelowAutograd {
   at::AutoDispatchBelowADInplaceOrView below;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

@@ -17,7 +17,7 @@
 #include <lockstep/collectives/backend/internal/device_copies.h>
 #include <lockstep/collectives/backend/internal/shared_tensor.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 namespace {
 
 using transport::ChannelError;
@@ -384,4 +384,4 @@ bool DeviceCopies::done() const noexcept {
   return fetched_.passed_or_lost() && results_->arrived();
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

@@ -21,7 +21,7 @@
 /// How tensors on accelerators take part in operations that happen in host memory: they are copied into the
 /// group's shared memory before and back after, on streams of the group's own. The caller's stream goes on
 /// meanwhile; the host waits only where the data are about to be read. docs/internals/shared_memory.md, "Devices".
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 class DeviceCopies;
 
@@ -182,4 +182,4 @@ class DeviceCopies {
   std::vector<at::Tensor> used_;          // host buffers, and what passes between them and the results
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

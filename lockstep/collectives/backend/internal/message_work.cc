@@ -12,7 +12,7 @@
 #include <lockstep/collectives/backend/internal/message_work.h>
 #include <lockstep/flight/recorder.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 using transport::ChannelError;
 using transport::FailureKind;
@@ -187,7 +187,7 @@ std::exception_ptr MessageWork::in_words(const std::exception_ptr& error) const 
   }
   flight::failed(record_, text);
   if (kind == FailureKind::kTimeout) flight::dump("timeout");
-  if (message_.gloos_words) text += lockstep::gloos_words(kind, message_.timeout);
+  if (message_.gloos_words) text += internal::gloos_words(kind, message_.timeout);
   try {
     if (kind == FailureKind::kTimeout) LOCKSTEP_THROW_TIMEOUT(text);
     C10_THROW_ERROR(DistBackendError, text);
@@ -254,4 +254,4 @@ c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
   return future;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

@@ -8,7 +8,7 @@
 #include <lockstep/collectives/backend/internal/work_record.h>
 #include <lockstep/transport/group_channel.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 class DeviceCopies;
 class DeviceResults;
@@ -88,4 +88,4 @@ class MessageWork final : public c10d::Work {
 /// What the group says of a failed operation, in the terms of the operation.
 std::string describe_message(const MessageWork::Message& message, const transport::GroupChannel& channel);
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

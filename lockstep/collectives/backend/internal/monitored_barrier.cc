@@ -8,7 +8,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/collectives/backend/internal/monitored_barrier.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 namespace {
 
 using transport::ChannelError;
@@ -141,4 +141,4 @@ void monitored_barrier(GroupChannel& channel, std::chrono::milliseconds timeout,
   LOCKSTEP_THROW_TIMEOUT("[Rank " + std::to_string(channel.job_rank(channel.rank())) + "]: " + wrong);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

@@ -4,7 +4,7 @@
 
 #include <lockstep/transport/group_channel.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 /// Returns when all members have called it for the `round`-th time. Rank 0 waits `timeout` for the others,
 /// then throws DistTimeoutError that names the first missing rank, or with `wait_all_ranks` all of them;
@@ -13,4 +13,4 @@ namespace lockstep {
 void monitored_barrier(transport::GroupChannel& channel, std::chrono::milliseconds timeout,
                        bool wait_all_ranks, uint64_t round);
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

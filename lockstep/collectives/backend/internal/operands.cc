@@ -6,7 +6,7 @@
 #include <lockstep/collectives/backend/internal/operands.h>
 #include <lockstep/collectives/backend/internal/shared_tensor.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 namespace {
 
 /// `to` becomes `from` times `factor`. Complex numbers count as pairs: as a complex number, with an imaginary
@@ -149,4 +149,4 @@ bool memory_overlaps(const at::Tensor& a, const at::Tensor& b) {
   return span_of(a).overlaps(span_of(b));
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

@@ -10,7 +10,7 @@
 #include <lockstep/collectives/backend/internal/device_copies.h>
 #include <lockstep/transport/group_channel.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 /// The contiguous host memory that stands for the users' tensors during one operation: the tensors' own where
 /// they are contiguous CPU tensors, else copies. Keeps both alive.
@@ -78,4 +78,4 @@ class Operands {
 /// Whether the two tensors' memory has bytes in common.
 bool memory_overlaps(const at::Tensor& a, const at::Tensor& b);
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

@@ -15,7 +15,7 @@
 #include <lockstep/collectives/backend/internal/operation_queue.h>
 #include <lockstep/collectives/backend/internal/planned_operation.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 namespace {
 
 /// Whose future's callbacks this thread runs, or destroys.
@@ -312,4 +312,4 @@ void OperationQueue::stop() {
   changed_.wait(lock, [this] { return !serving_ && telling_ == 0; });
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

@@ -12,7 +12,7 @@
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/collectives/backend/internal/work_record.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 class DeviceResults;
 class OperationQueue;
@@ -140,4 +140,4 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   uint64_t submitted_ = 0;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

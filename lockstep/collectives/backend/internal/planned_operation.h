@@ -11,7 +11,7 @@
 #include <lockstep/collectives/backend/internal/operands.h>
 #include <lockstep/collectives/backend/internal/operation_queue.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 /// A collective that has passed all checks of this rank, ready to stand in the group's queue.
 struct PlannedOperation {
@@ -26,4 +26,4 @@ struct PlannedOperation {
   FutureForm future_form = {};
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

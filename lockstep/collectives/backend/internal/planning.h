@@ -10,7 +10,7 @@
 
 /// What the collectives of LockstepBackend have in common: how they see their arguments as bytes, and where
 /// they stand in the queue.
-namespace lockstep::planning {
+namespace lockstep::collectives::internal::planning {
 
 using algorithms::Consume;
 using algorithms::Exchange;
@@ -117,4 +117,4 @@ PlannedOperation plan_reduction(const std::shared_ptr<transport::GroupChannel>& 
           }};
 }
 
-}  // namespace lockstep::planning
+}  // namespace lockstep::collectives::internal::planning

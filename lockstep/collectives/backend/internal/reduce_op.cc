@@ -3,7 +3,7 @@
 
 #include <lockstep/collectives/backend/internal/reduce_op.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 namespace {
 
 using c10d::ReduceOp;
@@ -64,4 +64,4 @@ Reducing reducing_of(const ReduceOp& operation, const at::Tensor& tensor, const 
   return {plain, type == ReduceOp::PREMUL_SUM ? factor_of(operation, tensor, name) : at::Tensor(), kernels};
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

@@ -5,7 +5,7 @@
 
 #include <lockstep/collectives/kernels/reduce_kernels.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 /// A user's reduce operation in our terms.
 struct Reducing {
@@ -19,4 +19,4 @@ struct Reducing {
 /// collective begins the message.
 Reducing reducing_of(const c10d::ReduceOp& operation, const at::Tensor& tensor, const char* name);
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

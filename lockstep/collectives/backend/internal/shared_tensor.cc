@@ -3,7 +3,7 @@
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/collectives/backend/internal/shared_tensor.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 at::Tensor allocate_shared(const std::shared_ptr<transport::Arena>& arena, int64_t numel,
                            at::TensorOptions options) {
@@ -25,4 +25,4 @@ MemorySpan span_of(const at::Tensor& tensor) {
   return {begin, begin + (last + 1) * static_cast<int64_t>(tensor.itemsize())};
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

@@ -7,7 +7,7 @@
 
 #include <lockstep/transport/host/memory/arena.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 /// A flat, uninitialised CPU tensor in the arena, which it keeps alive.
 at::Tensor allocate_shared(const std::shared_ptr<transport::Arena>& arena, int64_t numel,
@@ -26,4 +26,4 @@ inline bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

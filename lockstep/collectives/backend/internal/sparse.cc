@@ -12,7 +12,7 @@
 #include <lockstep/collectives/backend/internal/sparse.h>
 #include <lockstep/collectives/backend/internal/tensor_check.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 void check_sparse(const at::Tensor& tensor, const c10d::ReduceOp& operation, const char* name) {
   check_device(tensor, name);
@@ -26,14 +26,13 @@ void check_sparse(const at::Tensor& tensor, const c10d::ReduceOp& operation, con
                     "; convert them to Float");
 }
 
-namespace algorithms {
 namespace {
 
 /// Every rank's `mine`, whose first or last dimension differs by rank, as tensors of these sizes.
-std::vector<at::Tensor> gather_uneven(transport::GroupChannel& channel, const Terms& terms,
+std::vector<at::Tensor> gather_uneven(transport::GroupChannel& channel, const algorithms::Terms& terms,
                                       const Signature& signature, const at::Tensor& mine,
                                       const std::vector<std::vector<int64_t>>& sizes) {
-  Exchange parts;
+  algorithms::Exchange parts;
   parts.gives.push_back({mine.const_data_ptr(), mine.nbytes()});
   Segments destination(channel.size());
   std::vector<at::Tensor> all;
@@ -42,14 +41,14 @@ std::vector<at::Tensor> gather_uneven(transport::GroupChannel& channel, const Te
     parts.takes.push_back(all.back().nbytes());
     destination.add(from, all.back());
   }
-  exchange(channel, terms, signature, parts, std::move(destination).consumer());
+  algorithms::exchange(channel, terms, signature, parts, std::move(destination).consumer());
   return all;
 }
 
 }  // namespace
 
-at::Tensor sum_sparse(transport::GroupChannel& channel, const Terms& terms, const Signature& signature,
-                      const at::Tensor& mine) {
+at::Tensor sum_sparse(transport::GroupChannel& channel, const algorithms::Terms& terms,
+                      const Signature& signature, const at::Tensor& mine) {
   const BelowAutograd guard;
   const at::Tensor indices = mine._indices().contiguous();
   const at::Tensor values = mine._values().contiguous();
@@ -79,8 +78,8 @@ at::Tensor sum_sparse(transport::GroupChannel& channel, const Terms& terms, cons
   return sum.coalesce();
 }
 
-void all_reduce_sparse(transport::GroupChannel& channel, const Terms& terms, const Signature& signature,
-                       const std::vector<at::Tensor>& tensors) {
+void all_reduce_sparse(transport::GroupChannel& channel, const algorithms::Terms& terms,
+                       const Signature& signature, const std::vector<at::Tensor>& tensors) {
   const BelowAutograd guard;
   at::Tensor mine;
   for (const at::Tensor& tensor : tensors)
@@ -89,5 +88,4 @@ void all_reduce_sparse(transport::GroupChannel& channel, const Terms& terms, con
   for (const at::Tensor& tensor : tensors) tensor.copy_(sum);
 }
 
-}  // namespace algorithms
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

@@ -7,7 +7,7 @@
 
 #include <lockstep/collectives/backend/internal/tensor_check.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 namespace {
 
 /// Whether two elements may have one place in memory. Sound, and exact for all but exotic interleaved
@@ -144,4 +144,4 @@ std::vector<size_t> split_bytes(const at::Tensor& tensor, const std::vector<int6
   return bytes;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 /// Throws c10::ValueError, with the remedy, unless collectives can read the tensor: defined, on the CPU or an
 /// accelerator, and strided. `operation` begins the message.
@@ -43,4 +43,4 @@ void check_list_size(const std::vector<at::Tensor>& list, int ranks, const char*
 std::vector<size_t> split_bytes(const at::Tensor& tensor, const std::vector<int64_t>& splits, int ranks,
                                 const char* name);
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

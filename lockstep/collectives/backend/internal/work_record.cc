@@ -6,7 +6,7 @@
 
 #include <lockstep/collectives/backend/internal/work_record.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 struct WorkRecord::Prepared {
   at::RecordFunction function;
@@ -40,4 +40,4 @@ WorkRecord::Bar::~Bar() {
   open_->inputs.clear();
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

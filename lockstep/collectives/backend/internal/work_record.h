@@ -6,7 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 /// The bar of an operation in a profile, on the thread that runs it or waits for it: there it lies within or beside all else
 /// that the thread does. The record of torch's Work begins on the thread that submits, and ends whenever the operation does;
@@ -38,4 +38,4 @@ class WorkRecord {
   std::atomic<bool> taken_{false};
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

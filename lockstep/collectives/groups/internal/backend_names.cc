@@ -9,7 +9,7 @@
 #include <lockstep/collectives/groups/internal/backend_names.h>
 #include <lockstep/device/cuda_library.h>
 
-namespace lockstep::backend_names {
+namespace lockstep::collectives::internal::backend_names {
 namespace {
 
 /// Device and backend, by name.
@@ -122,4 +122,4 @@ std::string config(const std::string& backend) {
   return join(parse(backend));
 }
 
-}  // namespace lockstep::backend_names
+}  // namespace lockstep::collectives::internal::backend_names

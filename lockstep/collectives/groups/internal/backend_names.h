@@ -7,7 +7,7 @@
 #include <c10/core/DeviceType.h>
 
 /// Names of backends as torch.distributed writes them: "NAME", or "DEVICE:NAME,DEVICE:NAME". Thread-safe.
-namespace lockstep::backend_names {
+namespace lockstep::collectives::internal::backend_names {
 
 constexpr const char* kLockstep = "lockstep";
 constexpr const char* kNccl = "nccl";
@@ -32,4 +32,4 @@ bool uses_nccl(const std::string& backend);
 /// "cpu:lockstep,cuda:nccl", as torch.distributed.get_backend_config writes it.
 std::string config(const std::string& backend);
 
-}  // namespace lockstep::backend_names
+}  // namespace lockstep::collectives::internal::backend_names

@@ -13,7 +13,7 @@
 #include <lockstep/device/device.h>
 #include <lockstep/rendezvous/host_identity.h>
 
-namespace lockstep::device_agreement {
+namespace lockstep::collectives::internal::device_agreement {
 namespace {
 
 constexpr size_t kRecordBytes = 2304;
@@ -227,4 +227,4 @@ BackendChoice decide(const std::vector<RankDevice>& members) {
   return decision;
 }
 
-}  // namespace lockstep::device_agreement
+}  // namespace lockstep::collectives::internal::device_agreement

@@ -5,7 +5,7 @@
 
 /// Which backend a group's device tensors get. The ranks tell each other what they have; then all of them
 /// come to the same decision, by pure functions. Thread-safe.
-namespace lockstep::device_agreement {
+namespace lockstep::collectives::internal::device_agreement {
 
 /// What a rank says of itself.
 struct RankDevice {
@@ -39,4 +39,4 @@ struct BackendChoice {
 /// tensors through shared memory.
 BackendChoice decide(const std::vector<RankDevice>& members);
 
-}  // namespace lockstep::device_agreement
+}  // namespace lockstep::collectives::internal::device_agreement

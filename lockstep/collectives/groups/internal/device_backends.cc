@@ -13,7 +13,7 @@
 #include <lockstep/collectives/groups/internal/device_backends.h>
 #include <lockstep/device/cuda_library.h>
 
-namespace lockstep::device_backends {
+namespace lockstep::collectives::internal::device_backends {
 namespace {
 
 using BackendType = c10d::ProcessGroup::BackendType;
@@ -143,4 +143,4 @@ void end(const RegisteredGroup& group, bool aborting) {
   for_each_backend(group, "ending", [](c10d::Backend& backend) { backend.shutdown(); });
 }
 
-}  // namespace lockstep::device_backends
+}  // namespace lockstep::collectives::internal::device_backends

@@ -8,7 +8,7 @@
 #include <lockstep/collectives/groups/internal/group_registry.h>
 
 /// The backends that a group has for devices beside Lockstep's own: NCCL's. Thread-safe.
-namespace lockstep::device_backends {
+namespace lockstep::collectives::internal::device_backends {
 
 /// Which backend the members of groups get that asked for `asked`: see device_agreement.h. `lists`: where
 /// each group's members stand in the meeting, by group rank; all ranks of the meeting call it with the same
@@ -30,4 +30,4 @@ void abort(const RegisteredGroup& group);
 /// without leaving it, for which NCCL would wait for ever. Never throws.
 void end(const RegisteredGroup& group, bool aborting);
 
-}  // namespace lockstep::device_backends
+}  // namespace lockstep::collectives::internal::device_backends

@@ -17,7 +17,7 @@
 #include <lockstep/collectives/groups/internal/group_making.h>
 #include <lockstep/rendezvous/store_all_gather.h>
 
-namespace lockstep::group_making {
+namespace lockstep::collectives::internal::group_making {
 namespace {
 
 using transport::ChannelError;
@@ -297,4 +297,4 @@ std::shared_ptr<GroupChannel> open_control(const DefaultWorld& world, HostCompre
   return GroupChannel::open(world.transport, members, exchange, deadline);
 }
 
-}  // namespace lockstep::group_making
+}  // namespace lockstep::collectives::internal::group_making

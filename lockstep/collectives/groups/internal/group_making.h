@@ -21,7 +21,7 @@ class Store;
 /// A *meeting* is the ranks that take part: those of the default group, of a parent group, or the members
 /// alone. It agrees() on the request; then the members open their channels with each other's addresses. Ranks
 /// that are no members take part in both steps, so that no rank waits for one that had nothing to do.
-namespace lockstep::group_making {
+namespace lockstep::collectives::internal::group_making {
 
 /// Gives every rank of a meeting all ranks' bytes, by rank; `mine` has one size everywhere. Collective.
 using Gather = std::function<std::vector<std::string>(const std::string& mine)>;
@@ -95,4 +95,4 @@ transport::GroupMembers::AddressExchange exchange_through_store(
 /// the identity. Throws c10::DistStoreError that names the rank when no member wrote it.
 std::pair<uint64_t, std::string> parse_store_value(const std::string& value, int rank);
 
-}  // namespace lockstep::group_making
+}  // namespace lockstep::collectives::internal::group_making

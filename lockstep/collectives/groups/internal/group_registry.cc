@@ -6,7 +6,7 @@
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/collectives/groups/internal/group_registry.h>
 
-namespace lockstep::registry {
+namespace lockstep::collectives::internal::registry {
 namespace {
 
 std::mutex mutex;
@@ -137,4 +137,4 @@ int count(DefaultWorld& world) {
   return world.group_count;
 }
 
-}  // namespace lockstep::registry
+}  // namespace lockstep::collectives::internal::registry

@@ -18,7 +18,7 @@
 #include <lockstep/transport/group_channel.h>
 
 /// The groups that are alive in this process. All functions are thread-safe.
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 /// One group that this process is a member of. Constant once it is registered, but for the mutex.
 struct RegisteredGroup {
@@ -108,4 +108,4 @@ uint64_t next_local_meeting(DefaultWorld& world, const std::vector<int>& ranks);
 int count(DefaultWorld& world);
 
 }  // namespace registry
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

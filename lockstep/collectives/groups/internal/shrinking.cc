@@ -15,7 +15,7 @@
 #include <lockstep/rendezvous/bounded_store.h>
 #include <lockstep/transport/host/groups/shrink.h>
 
-namespace lockstep::shrinking {
+namespace lockstep::collectives::internal::shrinking {
 namespace {
 
 using transport::ChannelError;
@@ -164,4 +164,4 @@ Shrunk shrink(LockstepBackend& backend, const std::vector<int>& ranks_to_exclude
   }
 }
 
-}  // namespace lockstep::shrinking
+}  // namespace lockstep::collectives::internal::shrinking

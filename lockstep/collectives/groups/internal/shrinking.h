@@ -7,7 +7,7 @@
 #include <lockstep/transport/group_channel.h>
 
 /// What shrink_group() and LockstepBackend::shrink() have in common.
-namespace lockstep::shrinking {
+namespace lockstep::collectives::internal::shrinking {
 
 /// What shrink() makes.
 struct Shrunk {
@@ -23,4 +23,4 @@ struct Shrunk {
 Shrunk shrink(LockstepBackend& backend, const std::vector<int>& ranks_to_exclude, int shrink_flags,
               bool with_control);
 
-}  // namespace lockstep::shrinking
+}  // namespace lockstep::collectives::internal::shrinking

@@ -23,7 +23,7 @@
 ///   made       how many of the agreed ranks have got the group
 ///   outcome    set once, behind a decision that agreed: "made", "again: TEXT" when one of them has ended, "late: TEXT"
 ///              or "failed: TEXT"
-namespace lockstep::shrinking {
+namespace lockstep::collectives::internal::shrinking {
 namespace {
 
 using transport::ChannelError;
@@ -421,4 +421,4 @@ void StoreMembership::fail_left_behind(RankSet survivors) const {
   throw ChannelError(FailureKind::kLeftBehind, describe(survivors) + " went on without this rank");
 }
 
-}  // namespace lockstep::shrinking
+}  // namespace lockstep::collectives::internal::shrinking

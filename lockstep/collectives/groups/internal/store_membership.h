@@ -14,7 +14,7 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/transport/group_channel.h>
 
-namespace lockstep::shrinking {
+namespace lockstep::collectives::internal::shrinking {
 
 /// The living members of a group over several hosts agree on which of them go on without the others: in the job's store,
 /// so that those that don't reach it have no part in it. On one host they need no store: see
@@ -89,4 +89,4 @@ class StoreMembership {
   RankSet survivors_;  // as decided
 };
 
-}  // namespace lockstep::shrinking
+}  // namespace lockstep::collectives::internal::shrinking

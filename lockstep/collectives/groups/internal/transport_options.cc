@@ -13,7 +13,7 @@
 #include <lockstep/rendezvous/network/port_range.h>
 #include <lockstep/transport/wire/ucx_engine.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 namespace {
 
 /// The interface that the user wants for Lockstep is wanted for NCCL, too. Without a wish NCCL chooses itself,
@@ -57,4 +57,4 @@ transport::HostTransport::Options transport_options(const Topology& topology,
   return options;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

@@ -71,7 +71,7 @@ c10::IValue gather_ivalues(const std::vector<const c10::IValue*>& values, const 
   if (container != nullptr) {
     std::vector<std::vector<c10::IValue>> parts;  // of each replica, in the order of the first's
     for (const auto* value : values) {
-      parts.push_back(detail::parts_of(*value));
+      parts.push_back(lockstep::internal::parts_of(*value));
       const size_t size = parts.back().size();
       if (size != parts[0].size()) {
         throw_different(parts.size() - 1, container + std::to_string(size),
@@ -87,7 +87,7 @@ c10::IValue gather_ivalues(const std::vector<const c10::IValue*>& values, const 
       for (const auto& of_replica : parts) same.push_back(&of_replica[k]);
       gathered.push_back(gather_ivalues(same, place));
     }
-    return detail::with_parts(first, std::move(gathered));
+    return lockstep::internal::with_parts(first, std::move(gathered));
   }
   TORCH_CHECK(!first.isObject(), "DataParallel can't gather objects of TorchScript classes, such as the ",
               first.type()->repr_str(),

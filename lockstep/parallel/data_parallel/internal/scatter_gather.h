@@ -21,7 +21,7 @@
 /// types.
 namespace lockstep::data_parallel::internal {
 
-using detail::Holds;
+using lockstep::internal::Holds;
 
 /// The chunks of each tensor, one per replica.
 struct Scattered {
@@ -51,7 +51,7 @@ c10::IValue gather_ivalues(const std::vector<const c10::IValue*>& values, const 
 
 /// An argument of type A as a replica gets it: its own copy if there are tensors in it, else the caller's.
 template <class A>
-using ReplicaArgument = std::conditional_t<detail::shows_none<std::remove_cvref_t<A>>(),
+using ReplicaArgument = std::conditional_t<lockstep::internal::shows_none<std::remove_cvref_t<A>>(),
                                            std::remove_reference_t<A>&, std::remove_cvref_t<A>>;
 
 template <class A, class Next>
@@ -60,7 +60,7 @@ ReplicaArgument<A> argument_for_replica(std::remove_reference_t<A>& argument, Ne
     return argument;
   } else {
     static_assert(
-        (detail::all_leaves<std::remove_cvref_t<A>, false>(
+        (lockstep::internal::all_leaves<std::remove_cvref_t<A>, false>(
             [](Holds what) { return what != Holds::kPackedSequence; })),
         "DataParallel can't scatter tensors behind pointers, references or views such as "
         "at::TensorList, nor packed sequences: pass tensors, or a std::vector, tuple or map of them");
@@ -86,7 +86,7 @@ T gather_all(std::vector<T>& outputs, const GatherPlace& place);
 /// Puts what all `parts` (one per replica) hold together in parts[0].
 template <class T>
 void gather_parts(const std::vector<T*>& parts, const GatherPlace& place) {
-  constexpr Holds kWhat = detail::what_holds<T>();
+  constexpr Holds kWhat = lockstep::internal::what_holds<T>();
   T& first = *parts[0];
   const auto check_size = [&](auto&& size_of, const char* what) {
     for (size_t i = 1; i < parts.size(); ++i) {
@@ -106,7 +106,7 @@ void gather_parts(const std::vector<T*>& parts, const GatherPlace& place) {
     first = gather_tensors(std::move(tensors), place);
   } else if constexpr (kWhat == Holds::kIValue) {
     first = gather_ivalues({parts.begin(), parts.end()}, place);
-  } else if constexpr (detail::holds_none<T>()) {
+  } else if constexpr (lockstep::internal::holds_none<T>()) {
     if constexpr (std::equality_comparable<T>) {
       for (size_t i = 1; i < parts.size(); ++i) {
         TORCH_CHECK(*parts[i] == first, "replica ", i,

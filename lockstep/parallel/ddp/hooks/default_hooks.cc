@@ -22,10 +22,10 @@ HookFuture compress(c10::ScalarType dtype, const ProcessGroup& group, const Grad
   const at::NoGradGuard no_grad;
   const at::Tensor buffer = bucket.buffer();
   const at::Tensor compressed =
-      hooks::empty_for_exchange(buffer.numel(), buffer.options().dtype(dtype), group);
+      hooks::internal::empty_for_exchange(buffer.numel(), buffer.options().dtype(dtype), group);
   cast_and_divide(compressed, buffer, get_world_size(group));
-  return then(hooks::sum(compressed, group), [buffer](const at::Tensor& reduced) {
-    const hooks::CallbackScope scope;
+  return then(hooks::internal::sum(compressed, group), [buffer](const at::Tensor& reduced) {
+    const hooks::internal::CallbackScope scope;
     return buffer.copy_(reduced);
   });
 }
@@ -33,7 +33,7 @@ HookFuture compress(c10::ScalarType dtype, const ProcessGroup& group, const Grad
 }  // namespace
 
 HookFuture allreduce_hook(const ProcessGroup& process_group, GradBucket& bucket) {
-  return hooks::average(process_group, bucket.buffer());
+  return hooks::internal::average(process_group, bucket.buffer());
 }
 
 HookFuture fp16_compress_hook(const ProcessGroup& process_group, GradBucket& bucket) {
@@ -52,11 +52,11 @@ HookFuture hooks::with_buffer_cast_to(c10::ScalarType dtype, GradBucket& bucket,
                                       const CommunicationHook& hook) {
   const at::NoGradGuard no_grad;
   const at::Tensor original = bucket.buffer();
-  const at::Tensor cast = empty_for_exchange(original.numel(), original.options().dtype(dtype), {});
+  const at::Tensor cast = internal::empty_for_exchange(original.numel(), original.options().dtype(dtype), {});
   cast.copy_(original);
   GradBucket cast_bucket(bucket.index(), cast, bucket.parameters(), bucket.is_last());
   return then(hook(cast_bucket), [original](const at::Tensor& reduced) {
-    const CallbackScope scope;
+    const internal::CallbackScope scope;
     return original.copy_(reduced);
   });
 }

@@ -77,7 +77,7 @@ HookFuture hooks::then_optimizer(const HookFuture& reduced, GradBucket& bucket,
   }
   return then(reduced, [state, buffer = bucket.buffer(), parameters = bucket.parameters(),
                         gradients = std::move(gradients)](const at::Tensor& value) {
-    const CallbackScope scope;
+    const internal::CallbackScope scope;
     if (!value.is_same(buffer)) buffer.copy_(value.view_as(buffer));
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (state->optimizes(parameters[i])) state->functional_optimizer()(parameters[i], gradients[i]);

@@ -57,10 +57,10 @@ HookFuture post_localSGD_hook(const PostLocalSGDState& state, GradBucket& bucket
     if (bucket.is_last() && ++data.iter == data.start_localSGD_iter) {
       LOCKSTEP_LOG(kInfo) << "Start to apply local SGD after " << data.iter << " iterations.";
     }
-    return hooks::average(data.process_group, bucket.buffer());
+    return hooks::internal::average(data.process_group, bucket.buffer());
   }
   if (!data.post_local_gradient_allreduce) return completed_future(bucket.buffer());
-  if (data.subgroup) return hooks::average(data.subgroup, bucket.buffer());
+  if (data.subgroup) return hooks::internal::average(data.subgroup, bucket.buffer());
   const ProcessGroup parent = data.process_group ? data.process_group : default_group();
   ProcessGroup of_host;
   {
@@ -71,7 +71,7 @@ HookFuture post_localSGD_hook(const PostLocalSGDState& state, GradBucket& bucket
     }
     of_host = data.of_host;
   }
-  return hooks::average(of_host, bucket.buffer());
+  return hooks::internal::average(of_host, bucket.buffer());
 }
 
 }  // namespace lockstep

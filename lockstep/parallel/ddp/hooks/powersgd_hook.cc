@@ -138,7 +138,7 @@ void Compression::take_gradients(const GradBucket& bucket) {
     const int64_t columns = rows > 0 ? numel / rows : 0;
     const int64_t rank = rank_of(rows, columns);
     before += numel;
-    if (!hooks::should_compress(rows, columns, rank, options_.min_compression_rate)) {
+    if (!hooks::internal::should_compress(rows, columns, rank, options_.min_compression_rate)) {
       after += numel;
       uncompressed_.push_back(sources[i].view(-1));
       uncompressed_targets_.push_back(targets[i].view(-1));
@@ -193,9 +193,9 @@ void Compression::place_factors() {
   const bool warm = options_.warm_start && memory_.q.defined() && memory_.q.numel() == qs &&
                     memory_.q.scalar_type() == gradients_.scalar_type();
   new_qs_ = !warm;
-  qs_ = warm ? memory_.q : hooks::empty_for_exchange(qs, dtype(), group_);
+  qs_ = warm ? memory_.q : hooks::internal::empty_for_exchange(qs, dtype(), group_);
   memory_.p.reset();  // so that its memory can be had again
-  exchange_ = hooks::empty_for_exchange(uncompressed + ps, dtype(), group_);
+  exchange_ = hooks::internal::empty_for_exchange(uncompressed + ps, dtype(), group_);
   ps_ = exchange_.narrow(0, uncompressed, ps);
   if (new_qs_ && options_.warm_start) {
     LOCKSTEP_LOG(kInfo) << "Allocating contiguous memory of length " << ps << " for Ps, and of length " << qs
@@ -215,7 +215,8 @@ void Compression::place_factors() {
 void Compression::fill_qs() {
   if (new_qs_) {
     std::unique_lock lock(data_->mutex);
-    at::Generator generator = hooks::next_generator(data_->random);  // also if there is no Q, as PyTorch does
+    at::Generator generator =
+        hooks::internal::next_generator(data_->random);  // also if there is no Q, as PyTorch does
     lock.unlock();
     for (const Matrices& group : matrices_) {
       if (group.q.is_cpu()) {
@@ -225,7 +226,8 @@ void Compression::fill_qs() {
       }
     }
   }
-  for (const Matrices& group : matrices_) hooks::orthogonalize(group.q, options_.orthogonalization_epsilon);
+  for (const Matrices& group : matrices_)
+    hooks::internal::orthogonalize(group.q, options_.orthogonalization_epsilon);
 }
 
 void Compression::compute_ps() {
@@ -255,7 +257,7 @@ void Compression::finish_uncompressed() {
 
 void Compression::compute_qs() {
   for (Matrices& group : matrices_) {
-    hooks::orthogonalize(group.p, options_.orthogonalization_epsilon);
+    hooks::internal::orthogonalize(group.p, options_.orthogonalization_epsilon);
     at::bmm_out(group.q, group.m.transpose(1, 2), group.p);
   }
 }
@@ -296,21 +298,21 @@ HookFuture Compression::start() {
   compute_ps();
   // Sizes are the same on all ranks, so all leave out the same sums.
   auto turn = qs_.numel() > 0 ? data_->order.take_turn(group_) : nullptr;
-  auto first = exchange_.numel() > 0 ? hooks::sum(exchange_, group_) : completed_future(exchange_);
+  auto first = exchange_.numel() > 0 ? hooks::internal::sum(exchange_, group_) : completed_future(exchange_);
   auto self = shared_from_this();
   return first->thenAsync(
       [self, turn = std::move(turn)](c10::ivalue::Future& done) mutable -> HookFuture {
         if (done.hasError()) std::rethrow_exception(done.exception_ptr());
-        const hooks::CallbackScope scope;
+        const hooks::internal::CallbackScope scope;
         self->use_on_current_stream();
         self->finish_uncompressed();
         if (!turn) return completed_future(self->finish());
         self->compute_qs();
         turn->wait();
-        auto second = hooks::sum(self->qs_, turn->group());
+        auto second = hooks::internal::sum(self->qs_, turn->group());
         turn.reset();
         return then(second, [self](const at::Tensor&) {
-          const hooks::CallbackScope second_scope;
+          const hooks::internal::CallbackScope second_scope;
           self->use_on_current_stream();
           return self->finish();
         });
@@ -329,7 +331,7 @@ HookFuture average_or_compress(const PowerSGDState& state, GradBucket& bucket,
   const ProcessGroup group = chosen ? chosen : default_group();
   if (state.iter() < options.start_powerSGD_iter) {
     state.data()->maybe_increase_iter(bucket.is_last());
-    return hooks::average(group, bucket.buffer());
+    return hooks::internal::average(group, bucket.buffer());
   }
   const auto compression = std::make_shared<Compression>(state.data(), group, options, bucket);
   take(*compression);

@@ -286,13 +286,13 @@ TEST(PowerSgd, DrawsNumpysNumbers) {
       {1, {717354021, 946286476, 784077896, 491263, 550290313}},
       {4294967295, {419326371, 479346978, 697429004, 269265991, 167655348}}};
   for (const auto& [seed, numbers] : expected) {
-    hooks::NumpyRandomState random(seed);
+    hooks::internal::NumpyRandomState random(seed);
     for (uint32_t number : numbers) EXPECT_EQ(random.randint(1'000'000'000), number);
   }
   // A copy goes on as the original does, wherever that stands in its 624 words.
-  hooks::NumpyRandomState random(0);
+  hooks::internal::NumpyRandomState random(0);
   for (int i = 0; i < 999; ++i) {
-    hooks::NumpyRandomState copy(1);
+    hooks::internal::NumpyRandomState copy(1);
     copy.set_state(random.get_state());
     EXPECT_EQ(random.randint(1'000'000'000), copy.randint(1'000'000'000));
   }

@@ -145,15 +145,15 @@ HookFuture quantised_average(const ProcessGroup& group, const GradBucket& bucket
       direct ? buffer : buffer.to(at::kCPU, is_wide ? buffer.scalar_type() : at::kFloat);
   const Layout layout{buffer.numel(), channel_size};
   const int ranks = get_world_size(group);
-  const at::Tensor message = hooks::empty_for_exchange(layout.bytes(), at::kByte, group);
-  const at::Tensor messages = hooks::empty_for_exchange(layout.bytes() * ranks, at::kByte, group);
+  const at::Tensor message = hooks::internal::empty_for_exchange(layout.bytes(), at::kByte, group);
+  const at::Tensor messages = hooks::internal::empty_for_exchange(layout.bytes() * ranks, at::kByte, group);
   const Message mine(layout, message, 0);
   choose_affines(layout, elements, mine.affines);
   AT_DISPATCH_FLOATING_TYPES(elements.scalar_type(), "quantization hook",
                              [&] { quantise(layout, elements.const_data_ptr<scalar_t>(), mine); });
   auto gathered = all_gather_into_tensor(messages, message, group, /*async_op=*/true)->getFuture();
   return then(gathered, [=](const at::Tensor&) {
-    const hooks::CallbackScope scope;
+    const hooks::internal::CallbackScope scope;
     AT_DISPATCH_FLOATING_TYPES(elements.scalar_type(), "quantization hook", [&] {
       average(layout, messages, ranks, elements.mutable_data_ptr<scalar_t>());
     });

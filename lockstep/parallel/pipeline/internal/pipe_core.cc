@@ -290,7 +290,7 @@ AnyValue PipeCore::compute(PipeCellId id, Parcel parcel, size_t micro_batches, P
 /// For the next partition.
 PipeCore::Parcel PipeCore::parcel_of(AnyValue value, PipeCellId id, PipeGraph* graph) const {
   Parcel parcel{.enter = {}, .tensors = tensors_of(value)};
-  set_tensors(value, std::vector<at::Tensor>(parcel.tensors.size(), detail::placeholder()));
+  set_tensors(value, std::vector<at::Tensor>(parcel.tensors.size(), lockstep::internal::placeholder()));
   for (auto& tensor : parcel.tensors) {
     if (graph != nullptr) graph->cells[id.micro_batch][id.partition].outputs.push_back(edge_of(tensor));
     tensor = moved_to(tensor, places_[id.partition + 1].device);

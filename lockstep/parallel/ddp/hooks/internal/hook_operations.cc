@@ -4,7 +4,7 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/ddp/hooks/internal/hook_operations.h>
 
-namespace lockstep::hooks {
+namespace lockstep::hooks::internal {
 
 at::Tensor empty_for_exchange(int64_t numel, const at::TensorOptions& options, const ProcessGroup& group) {
   return options.device().is_cpu() ? empty_shared({numel}, options, group) : at::empty({numel}, options);
@@ -26,4 +26,4 @@ CallbackScope::CallbackScope() {
   at::internal::lazy_init_num_threads();
 }
 
-}  // namespace lockstep::hooks
+}  // namespace lockstep::hooks::internal

@@ -7,7 +7,7 @@
 #include <lockstep/parallel/ddp/grad_bucket.h>
 
 /// What the communication hooks have in common.
-namespace lockstep::hooks {
+namespace lockstep::hooks::internal {
 
 /// An uninitialised flat tensor for a collective of `group`, where peers can read it. Arena memory that was
 /// freed is handed out again as it is, so one for each bucket and step costs no page faults.
@@ -30,4 +30,4 @@ class CallbackScope {
   at::NoGradGuard no_grad_;
 };
 
-}  // namespace lockstep::hooks
+}  // namespace lockstep::hooks::internal

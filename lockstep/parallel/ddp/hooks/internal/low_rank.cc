@@ -6,7 +6,7 @@
 
 #include <lockstep/parallel/ddp/hooks/internal/low_rank.h>
 
-namespace lockstep::hooks {
+namespace lockstep::hooks::internal {
 namespace {
 
 void gram_schmidt(const at::Tensor& matrices, double epsilon) {
@@ -44,4 +44,4 @@ bool should_compress(int64_t rows, int64_t columns, int64_t rank, double min_com
          static_cast<double>(rows * columns);
 }
 
-}  // namespace lockstep::hooks
+}  // namespace lockstep::hooks::internal

@@ -7,7 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
-namespace lockstep::hooks {
+namespace lockstep::hooks::internal {
 
 /// numpy.random.RandomState, as far as PowerSGD needs it: the same numbers for the same seed.
 class NumpyRandomState {
@@ -59,4 +59,4 @@ class NumpyRandomState {
   at::mt19937 engine_;
 };
 
-}  // namespace lockstep::hooks
+}  // namespace lockstep::hooks::internal

@@ -27,7 +27,7 @@ struct PowerSGDState::Data {
   mutable std::mutex mutex;  // of all but `order`, which is the hooks', and a Memory's content
   ProcessGroup process_group;
   PowerSGDOptions options;
-  hooks::NumpyRandomState random;
+  hooks::internal::NumpyRandomState random;
   std::map<size_t, Memory> memories;  // by the bucket's index
   int64_t iter = 0;
   int64_t total_numel_before_compression = 0;
