@@ -72,7 +72,7 @@ TEST(CheckpointManager, SavesAndKeepsAndRestores) {
       training.own = {{"step", step}};
       manager.save(training, {.step = step, .metrics = {{"loss", losses[static_cast<size_t>(step - 1)]}}});
       if (step == 4) manager.save(training, {.step = step, .emergency = "a signal"});
-      // What is changed behind save() is not in it.
+      // What is changed after save() is not in it.
       training.state["model"].toGenericDict().at("fc1.weight").toTensor().fill_(NAN);
     }
     manager.wait();

@@ -63,7 +63,7 @@ class ByteViewSource final : public ByteSource {
   std::string name_;
 };
 
-/// The archive of a torch.save: its entries by their names behind "NAME/".
+/// The archive of a torch.save: its entries by their names without the prefix "NAME/".
 class Archive {
  public:
   explicit Archive(const ByteSource& source) : source_(checked(source)), directory_(source) {

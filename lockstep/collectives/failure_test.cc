@@ -79,10 +79,10 @@ TEST_P(DeathBeforeItsMemoryCame, IsToldToAllOthers) {
 INSTANTIATE_TEST_SUITE_P(On, DeathBeforeItsMemoryCame, ::testing::Values(1, 2),
                          [](const auto& info) { return std::to_string(info.param) + "Hosts"; });
 
-class DeathBehindItsAnnouncement : public ::testing::TestWithParam<int> {};
+class DeathAfterItsAnnouncement : public ::testing::TestWithParam<int> {};
 
 // The last of those that live to come has heard of the death before, and rank 0 never comes: it waits for that one.
-TEST_P(DeathBehindItsAnnouncement, EndsTheOperationOnceAnotherRankComes) {
+TEST_P(DeathAfterItsAnnouncement, EndsTheOperationOnceAnotherRankComes) {
   const int hosts = GetParam();
   if (hosts > 1 && !testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
   run_survivors(4, {3},
@@ -107,7 +107,7 @@ TEST_P(DeathBehindItsAnnouncement, EndsTheOperationOnceAnotherRankComes) {
                 {.hosts = hosts});
 }
 
-INSTANTIATE_TEST_SUITE_P(On, DeathBehindItsAnnouncement, ::testing::Values(1, 2),
+INSTANTIATE_TEST_SUITE_P(On, DeathAfterItsAnnouncement, ::testing::Values(1, 2),
                          [](const auto& info) { return std::to_string(info.param) + "Hosts"; });
 
 TEST(Failure, EndsInOtherWaysAreNamedToo) {

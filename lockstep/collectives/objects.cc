@@ -86,7 +86,7 @@ c10::IValue to_value(const at::Tensor& bytes, int64_t offset, int64_t size, cons
                          std::string(call.name) + ": the object of rank " + std::to_string(global_rank));
 }
 
-/// Throws for sizes that no pickle has. `senders`: the global rank behind each size.
+/// Throws for sizes that no pickle has. `senders`: the global rank that each size came from.
 void check_sizes(const std::vector<int64_t>& sizes, const std::vector<int>& senders, const ObjectCall& call) {
   std::vector<int> without;
   for (size_t i = 0; i < sizes.size(); ++i) {

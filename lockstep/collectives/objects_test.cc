@@ -41,7 +41,7 @@ IValue unpicklable() {
   return at::make_generator<at::CPUGeneratorImpl>();
 }
 
-/// The group still works: no rank is left behind in an earlier call.
+/// The group still works: no rank is still in an earlier call.
 void expect_usable(int rank, int nprocs) {
   auto tensor = torch::full({1}, rank);
   all_reduce(tensor);

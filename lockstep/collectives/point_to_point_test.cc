@@ -27,7 +27,7 @@ using testing::message_of;
 using testing::run_ranks;
 using Kind = P2POp::Kind;
 
-// Elements of a message that its sender can leave behind, and of one for which it must wait.
+// Elements of a message whose send returns before it is received, and of one whose send must wait for the receiver.
 constexpr int64_t kSmall = 10;
 constexpr int64_t kLarge = 1'000'000;
 

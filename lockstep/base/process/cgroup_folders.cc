@@ -18,7 +18,7 @@ bool lists(const std::string& words, std::string_view word) {
   return false;
 }
 
-/// The path behind "ID:CONTROLLERS:", which may have colons of its own; version 2 has the ID 0 and no controllers.
+/// The path after "ID:CONTROLLERS:", which may have colons of its own; version 2 has the ID 0 and no controllers.
 std::optional<std::string> path_in(std::string_view cgroups, bool version_2, std::string_view controller) {
   std::istringstream lines{std::string(cgroups)};
   for (std::string line; std::getline(lines, line);) {

@@ -1,4 +1,4 @@
-// Any bytes as a manifest, with the right checksum behind them, for otherwise nothing would get further: a
+// Any bytes as a manifest, followed by their right checksum, without which no input would be parsed: a
 // manifest that can be written and read again, or a CheckpointError.
 #include <cstdlib>
 #include <string>

@@ -112,7 +112,7 @@ TEST(Retention, OneThatMayBeGoodIsKeptAndNotCounted) {
   EXPECT_THAT(removed(there, {1, 2, 3, 4, 5}, best), IsEmpty());
   const CheckpointManagerOptions last{.keep_last = 2, .keep_best = 0};
   EXPECT_THAT(removed(there, {4}, last), ElementsAre(1, 2));
-  // Behind enough good ones its condition does not matter.
+  // After enough good ones its condition does not matter.
   EXPECT_THAT(removed(there, {1}, last), ElementsAre(1, 2, 3));
 }
 

@@ -201,7 +201,8 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
       flight::failed(identity->record, text_of(error));
       throw;
     }
-    if (auto interruption = channel->take_interruption()) throw InterruptedBehind{std::move(interruption)};
+    if (auto interruption = channel->take_interruption())
+      throw InterruptedAfterSuccess{std::move(interruption)};
   };
   const auto numbered = [&](uint64_t number) {
     identity->number = number;

@@ -136,7 +136,7 @@ TEST_F(Futures, AreCompletedAlsoWhereTheSystemGivesNoThread) {
     EXPECT_EQ(told, 2);
     EXPECT_EQ(a.sum().item<float>(), 20);
     EXPECT_EQ(b.sum().item<float>(), 200'000);
-    // Nothing is left in the queue that would run behind an error.
+    // Nothing is left in the queue that would run after an error.
     EXPECT_TRUE(all_reduce(a, ReduceOp::SUM, {}, /*async_op=*/true)->isCompleted());
     at::Tensor in = at::empty({100'000});
     const auto received = irecv(in, 1 - rank);

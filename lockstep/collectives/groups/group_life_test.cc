@@ -170,7 +170,7 @@ TEST(GroupLife, AStaticObjectMayEndAGroupWithItsOperationsAlsoOverHosts) {
     if (hosts > 1 && !testing::has_wire()) continue;
     const std::string exits = folder.path("exits" + std::to_string(hosts));
     ::mkfifo(exits.c_str(), 0600);
-    static HeldToTheExit held;  // whose destructor comes behind handlers that the group registers
+    static HeldToTheExit held;  // whose destructor runs after handlers that the group registers
     run_ranks(2,
               [&](int rank) {
                 held.tensor = at::full({100'000}, rank + 1, at::kFloat);

@@ -322,7 +322,7 @@ TEST(Groups, MakingThemLeavesNothingInTheStoreAndTheDefaultGroupAlone) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
     std::vector<ProcessGroup> groups = {new_group()};
-    barrier(groups[0]);  // what rank 0 does behind init is done
+    barrier(groups[0]);  // what rank 0 does after init is done
     const int64_t keys = keys_in_store();
     barrier(groups[0]);
     for (int i = 0; i < 10; ++i) groups.push_back(new_group());

@@ -144,7 +144,7 @@ SharedMapping make_mapping(c10d::Store& store, int rank, int size, const OpenBac
   transport_options.met_at = kMeeting;
   made.transport = HostTransport::connect(store, rank, size, deadline, transport_options);
   made.members = all_ranks(size);
-  // A number, and behind rank 0's over hosts the cost model.
+  // A number; over hosts the cost model follows that of rank 0.
   std::string token = std::to_string(std::bit_cast<uint64_t>(random_bytes<sizeof(uint64_t)>()));
   if (topology.spans_hosts() && rank == 0) token += ' ' + hosts::to_json(made.wire_model);
   token = store_all_gather(store, "lockstep/token", rank, size, token, deadline, {}, kMeeting).front();

@@ -203,7 +203,7 @@ struct Stop final : std::runtime_error, Interruption {
 };
 thread_local std::function<bool()> must_stop;  // of a rank, which it interrupts once
 
-TEST(StoreMembership, InterruptedBehindAnErrorOfItsOwnARankEndsTheOthersCalls) {
+TEST(StoreMembership, InterruptedAfterAnErrorOfItsOwnARankEndsTheOthersCalls) {
   CutHosts hosts;
   std::atomic<int> interrupted = 0;
   // The first to go on from the decision: the others wait for its address, and it whether another one has ended.

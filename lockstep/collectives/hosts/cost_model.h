@@ -31,7 +31,7 @@ enum class HostAlgorithm : uint8_t {
   /// The slice in H parts: each goes round once and is folded on its way, then goes round again. Part p is folded in
   /// the order of hosts p, p+1, …, H−1, 0, …, p−1. 2(H−1) steps; 2n(H−1)/H bytes. Not to a root.
   kRing,
-  /// To a root only: from host to host, from the one behind the root's to the root's, folded in this order. H−1
+  /// To a root only: from host to host, from the one after the root's to the root's, folded in this order. H−1
   /// steps; n bytes in and out.
   kChain,
 };

@@ -58,7 +58,7 @@ class Memory:
         self.size = 0
 
     def add(self, values):
-        """Places a one-dimensional tensor and a guard behind it; returns its byte offset and size."""
+        """Places a one-dimensional tensor and a guard after it; returns its byte offset and size."""
         data = values.contiguous().view(torch.uint8) if values.numel() else torch.empty(0, dtype=torch.uint8)
         guard = torch.full((-data.numel() % ALIGNMENT + GUARD_BYTES,), 0xA5, dtype=torch.uint8)
         at = self.size

@@ -50,7 +50,7 @@ std::vector<int64_t> random_strides(at::IntArrayRef sizes, bool contiguous, Rand
   return strides;
 }
 
-/// Elements from the first to behind the last.
+/// Elements from the first to one past the last.
 int64_t extent(at::IntArrayRef sizes, const std::vector<int64_t>& strides) {
   int64_t last = 0;
   for (size_t dim = 0; dim < strides.size(); ++dim) {

@@ -27,7 +27,7 @@ struct Slot {
 /// Uninitialised memory that the peers see: `numel` elements.
 using SharedMemory = std::function<at::Tensor(int64_t numel, at::ScalarType type)>;
 
-/// A slot's tensor as a view into a larger buffer whose other bytes, before it, behind it and in its gaps,
+/// A slot's tensor as a view into a larger buffer whose other bytes, before it, after it and in its gaps,
 /// hold a pattern: whatever is written beside the tensor's own elements is found. Sparse tensors are plain.
 class GuardedTensor {
  public:

@@ -36,7 +36,7 @@ Slots all_to_all_single_slots(const Case& c, int rank);
 
 /// On the root the message to send, on the peer where it goes, elsewhere nothing.
 Slots send_slots(const Case& c, int rank);
-/// What is sent ahead, and where that goes which comes from behind.
+/// What is sent to the rank ahead, and where the message from the rank behind goes.
 Slots batch_slots(const Case& c, int rank);
 /// Each rank sends to the rank that is as far ahead as the case's peer is from its root.
 struct Neighbours {

@@ -51,7 +51,7 @@ std::vector<std::vector<int64_t>> random_rows(Random& random, int ranks, bool ev
   return rows;
 }
 
-/// Then each host's sum is rounded on its own (algorithms/hosts/hosts.h), averages of float16 behind their
+/// Then each host's sum is rounded on its own (algorithms/hosts/hosts.h), averages of float16 after their
 /// division. Only where nothing needs rounding does one process compute the same.
 bool over_hosts() {
   static const bool are_several = environment::integer("LOCKSTEP_TEST_HOSTS", 1, 64).value_or(1) > 1;

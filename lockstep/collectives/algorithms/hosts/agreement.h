@@ -30,8 +30,8 @@ class AgreementPayload {
 
 /// The phase of an operation over hosts in which all ranks learn that all called the same, in two levels: the
 /// members of a host by their announcements, the hosts by their leaders. Also what holds to the end of the
-/// operation: its scratch. In the head of the scratch a leader answers its neighbours; behind it the operation's own
-/// begins, at the same place on all members.
+/// operation: its scratch. In the head of the scratch a leader answers its neighbours; after that the
+/// operation's own begins, at the same place on all members.
 class Agreement {
  public:
   explicit Agreement(transport::GroupChannel& channel) : channel_(channel), host_(channel.host()) {}

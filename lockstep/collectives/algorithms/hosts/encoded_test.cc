@@ -113,7 +113,7 @@ void run(GroupChannel& channel, const at::Tensor& data, const Encoded& what,
                 data.mutable_data_ptr(), BufferOwner::kUser);
 }
 
-/// By rank, what each has behind the reduction.
+/// By rank, what each has after the reduction.
 std::vector<at::Tensor> reduced(const Hosts& hosts, int64_t count, const Encoded& what) {
   std::vector<at::Tensor> results(hosts.size());
   on_ranks(hosts, [&](GroupChannel& channel) {

@@ -61,7 +61,7 @@ void LeadersGather::run_direct(std::byte* scratch) {
   channel_.await(requests);
 }
 
-// The blocks known so far lie one behind the other, as long as each is. A message is a run of them from the first.
+// The blocks known so far lie one after the other, without gaps. A message is a run of them from the first.
 void LeadersGather::run_bruck(std::byte* scratch) {
   std::byte* end = scratch + packed_bytes(scratch);
   for (size_t known = 1; known < hosts_;) {

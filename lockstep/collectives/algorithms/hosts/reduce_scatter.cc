@@ -26,14 +26,15 @@ constexpr size_t kChunksStaged = 16;
 constexpr size_t kRoundsWanted = 8;
 constexpr size_t kSmallestWindow = size_t{64} << 10;
 
-/// A reduce_scatter behind its agreement, in rounds: each takes the next window of all pieces this way:
+/// A reduce_scatter after its agreement, in rounds: each takes the next window of all pieces this way:
 ///
 ///     staged → folded → exchanged → finished
 ///
 /// *Staged*: each member copies its pieces into its scratch, unless the others can read them where they are. *Folded*:
 /// each member makes its host's partials of the pieces for those ranks whose owner it is (hosts.h), and of the pieces
 /// for itself. *Exchanged*: it sends the partials to these ranks, and receives the other hosts' partials for itself.
-/// *Finished*: it folds the hosts' partials into the output. Rounds are finished kRoundsInFlight − 1 behind.
+/// *Finished*: it folds the hosts' partials into the output. The round that is finished lags
+/// kRoundsInFlight − 1 rounds behind the one that is begun.
 class ScatteredReduction {
  public:
   ScatteredReduction(GroupChannel& channel, const Arithmetic& arithmetic, const Exchange& exchange,
@@ -67,12 +68,12 @@ class ScatteredReduction {
       offers_.emplace_back(host_, place);
       any_staged_ |= is_staged(place);
     }
-    constexpr size_t kBehind = kRoundsInFlight - 1;
+    constexpr size_t kLag = kRoundsInFlight - 1;
     stage(0);
-    for (size_t turn = 0; turn < rounds_ + kBehind; ++turn) {
+    for (size_t turn = 0; turn < rounds_ + kLag; ++turn) {
       if (turn + 1 < rounds_) stage(turn + 1);
       if (turn < rounds_) begin(turn);
-      if (turn >= kBehind) finish(turn - kBehind);
+      if (turn >= kLag) finish(turn - kLag);
     }
     host_.add_chunks(rounds_);
   }

@@ -42,8 +42,8 @@ SegmentedReduction::SegmentedReduction(GroupChannel& channel, const Terms& terms
   crossings_.resize(schedule_.buffers());
 }
 
-// `buffers`: that of segment k is free for segment k + buffers. A member stages segment k+1 when k begins, behind
-// fetching k − in_flight − 1; so when all have staged k, all have fetched k − in_flight − 2.
+// `buffers`: that of segment k is free for segment k + buffers. A member stages segment k+1 when k begins, after
+// it has fetched k − in_flight − 1; so when all have staged k, all have fetched k − in_flight − 2.
 SegmentedReduction::Schedule SegmentedReduction::schedule_of(int steps) {
   const auto rounded_up = [](size_t value, size_t by) { return (value + by - 1) / by; };
   Schedule schedule;

@@ -162,7 +162,7 @@ class HalvingExchange final : public PartsExchange {
   int levels() const { return std::bit_width(static_cast<unsigned>(hosts_)) - 1; }
   /// H/2, H/4, … 1; 1, … H/4, H/2.
   int distance_of(int step) const { return step < levels() ? hosts_ >> (step + 1) : 1 << (step - levels()); }
-  /// What `host` has left behind the exchange at this distance: `distance` parts around its own.
+  /// What `host` keeps after the exchange at this distance: `distance` parts around its own.
   Range kept(int host, int distance, const Crossing& crossing) const {
     const int first = host / distance * distance;
     return byte_parts(crossing, first, first + distance);

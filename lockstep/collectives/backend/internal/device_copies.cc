@@ -42,7 +42,7 @@ class Pauses {
   std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
 };
 
-/// Runs `copy` with `stream` as the current one, and records `event` behind what it has started, also if it
+/// Runs `copy` with `stream` as the current one, and records `event` after what it has started, also if it
 /// threw half-way.
 template <class Copy>
 void enqueue(const c10::Stream& stream, DeviceEvent& event, Copy&& copy) {
@@ -196,7 +196,7 @@ void StagingArea::keep(std::shared_ptr<DeviceCopies> copies) noexcept {
 }
 
 void StagingArea::release_done() {
-  std::list<std::shared_ptr<DeviceCopies>> done;  // goes behind the lock: tensors' ends may run any code
+  std::list<std::shared_ptr<DeviceCopies>> done;  // destroyed after the lock: tensors' ends may run any code
   std::lock_guard lock(mutex_);
   for (auto one = kept_.begin(); one != kept_.end();) {
     const auto next = std::next(one);

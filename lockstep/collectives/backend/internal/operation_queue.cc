@@ -135,8 +135,8 @@ c10::intrusive_ptr<c10::ivalue::Future> OperationWork::getFuture() {
 std::exception_ptr OperationWork::run(bool background) {
   try {
     body_(background);
-  } catch (const InterruptedBehind& behind) {
-    return behind.interruption;
+  } catch (const InterruptedAfterSuccess& interrupted) {
+    return interrupted.interruption;
   } catch (const Interruption&) {
     error_ = std::make_exception_ptr(c10::DistBackendError(
         {__func__, __FILE__, __LINE__}, "this operation was interrupted half-way by a signal on this rank"));

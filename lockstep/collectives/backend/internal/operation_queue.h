@@ -20,7 +20,7 @@ struct PlannedOperation;
 
 /// What a body throws when its operation has succeeded, but the caller's wait was interrupted
 /// (base/process/interrupt.h).
-struct InterruptedBehind {
+struct InterruptedAfterSuccess {
   std::exception_ptr interruption;
 };
 

@@ -13,7 +13,7 @@ namespace lockstep::collectives::internal {
 at::Tensor allocate_shared(const std::shared_ptr<transport::Arena>& arena, int64_t numel,
                            at::TensorOptions options);
 
-/// From the first to behind the last byte of a tensor; empty for an empty one.
+/// From the first byte of a tensor to one past the last; empty for an empty one.
 struct MemorySpan {
   const std::byte* begin = nullptr;
   const std::byte* end = nullptr;

@@ -21,7 +21,7 @@
 ///   changes    how often a member/R was written
 ///   decision   set once: "agreed: RANKS", or "late: TEXT" or "failed: TEXT" by a rank that waits no longer
 ///   made       how many of the agreed ranks have got the group
-///   outcome    set once, behind a decision that agreed: "made", "again: TEXT" when one of them has ended, "late: TEXT"
+///   outcome    set once, after a decision that agreed: "made", "again: TEXT" when one of them has ended, "late: TEXT"
 ///              or "failed: TEXT"
 namespace lockstep::collectives::internal::shrinking {
 namespace {
