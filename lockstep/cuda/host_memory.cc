@@ -10,7 +10,7 @@ namespace {
 /// Says it once: it may concern hundreds of segments.
 void warn_once(const char* what, cudaError_t error) {
   static std::atomic<bool> said{false};
-  cudaGetLastError();  // or torch would find it behind its own next call
+  cudaGetLastError();  // or torch would find it after its own next call
   if (said.exchange(true)) return;
   LOCKSTEP_LOG(kWarning) << what << ": " << cudaGetErrorString(error)
                          << "; copies between this memory and GPUs are slower. See ulimit -l";

@@ -78,8 +78,8 @@ class DeviceEpoch {
  private:
   /// Where the other loader's iterator stands.
   enum class Stands : uint8_t {
-    kAtBatch,  // whose copy is to be made, or has failed and is to be tried again
-    kBehind,  // a batch that was copied; ++ leads to the next, also where the other loader failed to make one
+    kAtBatch,    // whose copy is to be made, or has failed and is to be tried again
+    kPastBatch,  // at a copied batch; ++ leads to the next, also where the other loader failed to make one
     kAtEnd,
   };
   struct Entry {
@@ -92,13 +92,13 @@ class DeviceEpoch {
   void fetch_until(int64_t count) {
     while (static_cast<int64_t>(ready_.size()) < count && stands_ != Stands::kAtEnd && !failure_) {
       try {
-        if (stands_ == Stands::kBehind) {
+        if (stands_ == Stands::kPastBatch) {
           ++iterator_;
           look();
         }
         if (stands_ == Stands::kAtEnd) break;
         fetch(*iterator_);
-        stands_ = Stands::kBehind;
+        stands_ = Stands::kPastBatch;
       } catch (...) {
         failure_ = std::current_exception();  // for the caller that asks for that batch
       }

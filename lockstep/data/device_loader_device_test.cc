@@ -118,7 +118,7 @@ TEST(DeviceLoaderOnDevice, MemoryIsNotReusedWhileItsUserReads) {
   auto result = torch::zeros({2, 4096}).pin_memory();
   Gate gate;
   enqueue(current_stream(test_device()), [&] { gate.wait(); });
-  result.copy_(*batch, /*non_blocking=*/true);  // behind the gate
+  result.copy_(*batch, /*non_blocking=*/true);  // queued behind the gate
   {
     const c10::StreamGuard beside(other_stream(test_device()));
     for (int i = 0; i < 3; ++i) ++batch;  // the first batch's memory is free for others
@@ -167,7 +167,7 @@ TEST(DeviceLoaderOnDevice, AnErrorComesWithItsBatch) {
   EXPECT_EQ(first(*batch), 2);
   EXPECT_THROW(++batch, c10::ValueError);
   ++batch;
-  EXPECT_EQ(first(*batch), 6) << "the batch behind the one that failed";
+  EXPECT_EQ(first(*batch), 6) << "the batch after the one that failed";
 }
 
 TEST(DeviceLoaderOnDevice, ABatchThatHadNoMemoryIsNotLost) {

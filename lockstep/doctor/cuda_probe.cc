@@ -63,7 +63,7 @@ std::vector<std::string> names_not_in(const std::string& library, std::vector<st
   if (names.empty() || !file || error || size == 0) return {};
   void* content = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.get(), 0);
   if (content == MAP_FAILED) return {};
-  // With the zero behind it, or NCCL_IB would be found in NCCL_IB_HCA.
+  // With the zero that ends it, or NCCL_IB would be found in NCCL_IB_HCA.
   std::erase_if(names, [&](const std::string& name) {
     return ::memmem(content, size, name.c_str(), name.size() + 1) != nullptr;
   });

@@ -54,7 +54,7 @@ std::optional<double> quota_of(const std::string& folder, bool version_2) {
   return static_cast<double>(quota) / static_cast<double>(period);
 }
 
-/// The value behind "NAME:" in a file of such lines.
+/// The value after "NAME:" in a file of such lines.
 std::optional<std::string> field(const std::string& text, const std::string& name) {
   std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);) {

@@ -72,7 +72,7 @@ TEST(OperationObserver, HearsOfEachOperationWhileItIsAttached) {
     const uint64_t third = call(3);
     started(second);
     completed(second);
-    failed(second, "an end that comes behind the first");
+    failed(second, "an end that comes after the first");
     failed(third, "broken");
     detach(listener);
     completed(call(4));

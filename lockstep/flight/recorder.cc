@@ -332,7 +332,7 @@ std::string Recorder::dump(const std::string& reason, bool forced) {
   limit_.count(now);
   owed_.clear();
   const std::string path = write(reason);
-  // `lockstep run` tells once, behind the cause, where all ranks' records are.
+  // `lockstep run` tells once, after the cause, where all ranks' records are.
   const bool launcher_tells = !forced && environment::text("LOCKSTEP_RUN") == "1";
   if (launcher_tells) {
     LOCKSTEP_LOG(kInfo) << "flight record (" << reason << ") written to " << path;

@@ -157,7 +157,7 @@ class CsvLoader {
       ++rows_;
       read_row();
     }
-    TORCH_CHECK(rows_ > 0, reader_.path(), ": there is no row behind the header");
+    TORCH_CHECK(rows_ > 0, reader_.path(), ": there is no row after the header");
     sort_categories();
   }
 

@@ -112,7 +112,7 @@ TEST_F(CsvDatasetTest, ErrorsNameWhatTheOptionsLack) {
               HasSubstr("neither a feature nor the target"));
   EXPECT_THAT(error("a\n1\n", {.target = "a"}), HasSubstr("no column of features"));
   EXPECT_THAT(error(""), HasSubstr("holds no row"));
-  EXPECT_THAT(error("a,b\n"), HasSubstr("no row behind the header"));
+  EXPECT_THAT(error("a,b\n"), HasSubstr("no row after the header"));
   EXPECT_THAT(testing::message_of<c10::ValueError>([&] { read("a\n1\n", {.dtype = at::kLong}); }),
               HasSubstr("CsvOptions.dtype is float32 or float64"));
   EXPECT_THAT(testing::message_of<c10::ValueError>([&] { read("a\n1\n", {.delimiter = '"'}); }),

@@ -83,25 +83,27 @@ class DistributedStream {
         : stream_(std::move(stream)), num_replicas_(num_replicas), rank_(rank), drop_last_(drop_last) {}
 
     std::optional<StreamSample<Dataset>> next() {
-      skip_samples(stream_, std::exchange(behind_, 0) + rank_);
+      skip_samples(stream_, std::exchange(rest_of_round_, 0) + rank_);
       auto mine = stream_.next();
       if (!mine) return std::nullopt;
-      behind_ = num_replicas_ - 1 - rank_;
-      if (drop_last_ && behind_ > 0) {  // is the round complete?
-        skip_samples(stream_, behind_ - 1);
-        behind_ = 0;
+      rest_of_round_ = num_replicas_ - 1 - rank_;
+      if (drop_last_ && rest_of_round_ > 0) {  // is the round complete?
+        skip_samples(stream_, rest_of_round_ - 1);
+        rest_of_round_ = 0;
         if (!stream_.next()) return std::nullopt;
       }
       return mine;
     }
-    void skip(int64_t count) { skip_samples(stream_, std::exchange(behind_, 0) + count * num_replicas_); }
+    void skip(int64_t count) {
+      skip_samples(stream_, std::exchange(rest_of_round_, 0) + count * num_replicas_);
+    }
 
    private:
     StreamOf<Dataset> stream_;
     int64_t num_replicas_;
     int64_t rank_;
     bool drop_last_;
-    int64_t behind_ = 0;  // other ranks' samples that stand before the next round
+    int64_t rest_of_round_ = 0;  // other ranks' samples that stand before the next round
   };
 
   /// A data set given as an lvalue is referred to and must outlive this object; a temporary is moved in.

@@ -150,7 +150,7 @@ TextDataset::TextDataset(const std::string& path, const TextDatasetOptions& opti
     const int64_t length = length_of(text, vocabulary_.is_bytes());
     // One more, as the last character of a block has a target, too.
     TORCH_CHECK(length > block_size_, "the text has ", length,
-                " characters, which is too short for block_size ", block_size_, " and a target behind it");
+                " characters, which is too short for block_size ", block_size_, " and a target after it");
     tokens_ = at::empty({length}, dtype_for(vocabulary_.size()));
     visit_tokens(tokens_, [&]<class Token>(Token* token) {
       vocabulary_.encode_each(text, [&](int64_t number) { *token++ = static_cast<Token>(number); });

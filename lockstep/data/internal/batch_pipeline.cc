@@ -223,7 +223,7 @@ BatchPipeline::Outcome BatchPipeline::take(Lane& lane) {
 
 std::shared_ptr<void> BatchPipeline::next() {
   if (progress_->phase != EpochPhase::kUnderWay) return nullptr;
-  // The caller goes on behind a batch that could not be made; until now it would have come again.
+  // The caller goes on after a batch that could not be made; until now that batch would have come again.
   if (const int64_t failed = std::exchange(failed_samples_, 0); failed > 0) pass(failed);
   const auto [begin, end] = plan_->slice(next_batch_);
   if (plan_->iterable || begin != end) mark_step(StepMark::kBatch, waited_.get());

@@ -9,7 +9,7 @@
 namespace lockstep::data::internal {
 
 /// The process's stream for copies to a device (copy_stream()), beside the one that computes: enqueues them
-/// there, and orders their users behind them. Of any kind of device that has streams. Used by one thread at a
+/// there, and orders their users after them. Of any kind of device that has streams. Used by one thread at a
 /// time.
 class CopyStream {
  public:
