@@ -50,7 +50,7 @@ Examples:
                                                         on two hosts, the same line on each
   lockstep run -H node-a:2,node-b:2 ./train             on two hosts, started by ssh
 
-Options for lockstep run stand before PROGRAM; everything behind it belongs to the program.
+Options for lockstep run stand before PROGRAM; everything after it belongs to the program.
 Each process finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the rest of torchrun's
 variables. When one fails, the others are ended and the exit status is 1; with Ctrl-C it is 130.
 A second Ctrl-C kills. docs/troubleshooting.md says what messages mean, and what to do.)";

@@ -19,7 +19,7 @@ void make_starter(CLI::App& command);
 std::vector<std::string> program_words(const CLI::App& command);
 
 /// The words of a command line "run …" or "scaling …" as CLI11 takes them: of one dash it knows only single
-/// letters, not mpirun's "-np"; a "--" before PROGRAM ends the command for it; and behind "--name=" it takes the
+/// letters, not mpirun's "-np"; a "--" before PROGRAM ends the command for it; and after "--name=" it takes the
 /// next word for the value, where the empty one is meant. The words from PROGRAM on are left as they are.
 std::vector<std::string> run_words(const CLI::App& program, std::vector<std::string> words);
 

@@ -236,7 +236,7 @@ Terminal look_at_terminal() {
 std::string frame_of(const std::string& table, bool first) {
   std::string frame = first ? "\033[H\033[2J" : "\033[H";
   for (const char c : table) {
-    if (c == '\n') frame += "\033[K";  // what the former table had behind it
+    if (c == '\n') frame += "\033[K";  // what the former table had after it
     frame += c;
   }
   return frame + "\033[J";

@@ -14,7 +14,7 @@
 #   TEST_TIMEOUT seconds; 300 unless told, and eight times as many under a sanitizer
 #   HOSTS_TESTS  names of tests, as patterns of GoogleTest's filter, that a second ctest NAME_hosts runs again with the ranks
 #                on two pretended hosts, which pass messages over loopback (LOCKSTEP_TEST_HOSTS, testing/multi_rank.h);
-#                skipped without UCX. What stands behind the first pattern with a - in front is left out. For what takes
+#                skipped without UCX. What follows the first pattern with a - in front is left out. For what takes
 #                another way over hosts: arguments that are refused, and what is built on other operations alone, is not
 #   DRIVERS      NAME_driver.cc files, for tests in Python: links to one program of all rooms, test_drivers
 #                (lockstep/testing/driver.h); not of a COMPONENT, whose drivers are programs of their own

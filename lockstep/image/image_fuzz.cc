@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kMostPixels = 1 << 16;
 
-/// APP1 with a TIFF header, one entry, orientation 6; goes behind a JPEG's first marker.
+/// APP1 with a TIFF header, one entry, orientation 6; goes after a JPEG's first marker.
 std::string with_exif(const std::string& jpeg) {
   const std::string tiff("II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0", 26);
   const std::string body = std::string("Exif\0\0", 6) + tiff;

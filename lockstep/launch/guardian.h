@@ -30,7 +30,7 @@ class GuardianLease {
 };
 
 /// A small process that outlives its launcher by an instant and then kills the process groups of all workers,
-/// so that nothing of a job stays behind even when the launcher gets SIGKILL: neither workers nor what they
+/// so that nothing of a job is left even when the launcher gets SIGKILL: neither workers nor what they
 /// started in their groups. (PR_SET_PDEATHSIG, which the workers have too, reaches only the worker itself.)
 /// Where the workers have a cgroup it kills and removes that, and with it what has left their groups. It removes the
 /// launcher's temporary files then, too.

@@ -66,7 +66,7 @@ std::optional<uint64_t> oom_kills_in_file(const std::string& path) {
 }
 
 template <typename Number>
-std::optional<Number> number_behind(std::string_view text, std::string_view words) {
+std::optional<Number> number_after(std::string_view text, std::string_view words) {
   const size_t at = text.find(words);
   if (at == std::string_view::npos) return std::nullopt;
   text.remove_prefix(at + words.size());
@@ -83,21 +83,21 @@ std::optional<std::pair<pid_t, std::string>> victim_of_record(std::string_view r
   if (semicolon == std::string_view::npos) return std::nullopt;
   std::string_view text = record.substr(semicolon + 1);
   text = text.substr(0, text.find('\n'));
-  // mm/oom_kill.c: dump_header() before the kill, and __oom_kill_process() behind it.
+  // mm/oom_kill.c: dump_header() before the kill, and __oom_kill_process() after it.
   std::optional<pid_t> pid;
   if (text.starts_with(
           "oom-kill:")) {  // the last one: before it stands the program's name, which may be anything
     const size_t at = text.rfind(",pid=");
-    if (at != std::string_view::npos) pid = number_behind<pid_t>(text.substr(at), ",pid=");
+    if (at != std::string_view::npos) pid = number_after<pid_t>(text.substr(at), ",pid=");
   }
   if (text.starts_with("Out of memory") || text.starts_with("Memory cgroup out of memory"))
-    pid = number_behind<pid_t>(text, "Killed process ");
+    pid = number_after<pid_t>(text, "Killed process ");
   return pid ? std::optional(std::pair(*pid, std::string(text))) : std::nullopt;
 }
 
 std::optional<uint64_t> oom_kills_in(std::string_view text) {
   const std::string lines = "\n" + std::string(text);
-  return number_behind<uint64_t>(lines, "\noom_kill ");
+  return number_after<uint64_t>(lines, "\noom_kill ");
 }
 
 void CountedKills::look(uint64_t kills, Time now) {

@@ -19,7 +19,7 @@ namespace lockstep::launch {
 /// where the record tells of something else. Pure.
 std::optional<std::pair<pid_t, std::string>> victim_of_record(std::string_view record);
 
-/// The number behind "oom_kill", in memory.events of cgroup v2 and memory.oom_control of v1. Pure.
+/// The number after "oom_kill", in memory.events of cgroup v2 and memory.oom_control of v1. Pure.
 std::optional<uint64_t> oom_kills_in(std::string_view text);
 
 /// Which deaths a cgroup's counter of killed processes explains. It counts other processes of the cgroup, too, those that a
@@ -62,7 +62,7 @@ class OutOfMemoryWatch {
   /// SIGKILL has ended this process. To be called once for each, as soon as its end is noticed: see CountedKills.
   void note_kill(pid_t pid, CountedKills::Time now);
   /// What shows that this process, of which note_kill() was told, was killed by the kernel; empty where nothing does. To be
-  /// called late: the kernel writes its record only behind the signal, when the process may have ended already.
+  /// called late: the kernel writes its record only after the signal, when the process may have ended already.
   std::string evidence_of(pid_t pid);
 
  private:

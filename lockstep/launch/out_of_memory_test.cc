@@ -87,7 +87,7 @@ struct Log {
   UniqueFd writes;
 };
 
-TEST(OutOfMemoryWatch, FindsARecordThatIsWrittenBehindTheSignal) {
+TEST(OutOfMemoryWatch, FindsARecordThatIsWrittenAfterTheSignal) {
   const testing::TemporaryFolder folder;
   Log log;
   OutOfMemoryWatch watch(std::move(log.reads), folder.write("memory.events", "oom_kill 3\n"));

@@ -39,7 +39,7 @@ void several_calls(const std::vector<std::string>& words) {
   for (const std::string& word : words) {
     lockstep::spawn([&](int rank) { say(word + std::to_string(rank)); }, ++call);
   }
-  say("behind");
+  say("after");
 }
 
 void failing(const std::string& how) {
@@ -108,7 +108,7 @@ int run(const std::string& name) {
   if (name == "arguments") {
     const std::string made_here = "hello";
     lockstep::spawn(greet, 2, made_here, 40 + 2);
-    say("behind");
+    say("after");
   } else if (name == "environment") {
     lockstep::spawn(
         [](int rank) {

@@ -88,7 +88,7 @@ void tell(int fd, std::string_view text) {
   std::cout.flush();
   std::cerr.flush();
   std::fflush(nullptr);
-  ::_exit(1);  // what a failed function left behind need not survive its own destructors
+  ::_exit(1);  // the state that a failed function left may not survive its own destructors
 }
 
 /// Reads the children's messages.

@@ -42,8 +42,8 @@ struct Probe : testing::ChildProgram {
 TEST(Spawn, CallsTheFunctionWithRankAndArguments) {
   Probe probe("arguments");
   EXPECT_EQ(probe.finish(), 0);
-  EXPECT_EQ(probe.lines(), (Lines{"hello 0 42", "hello 1 42", "behind"}))
-      << "only the parent goes on behind the call";
+  EXPECT_EQ(probe.lines(), (Lines{"hello 0 42", "hello 1 42", "after"}))
+      << "only the parent goes on after the call";
 }
 
 TEST(Spawn, GivesTheEnvironmentForInitProcessGroup) {
@@ -56,7 +56,7 @@ TEST(Spawn, GivesTheEnvironmentForInitProcessGroup) {
 TEST(Spawn, SeveralCallsAreToldApart) {
   Probe probe("calls");
   EXPECT_EQ(probe.finish(), 0);
-  EXPECT_EQ(probe.lines(), (Lines{"a0", "b0", "b1", "c0", "c1", "c2", "behind"}));
+  EXPECT_EQ(probe.lines(), (Lines{"a0", "b0", "b1", "c0", "c1", "c2", "after"}));
 }
 
 TEST(Spawn, ChildrenFlushAndDestroyStatics) {
@@ -108,7 +108,7 @@ TEST(Spawn, CallsAtOnceGetTheStatusesOfChildrenThatTheProgramIgnores) {
 TEST(Spawn, AProgramStartedByTheFunctionIsNoChildOfSpawn) {
   Probe probe("descendants");
   EXPECT_EQ(probe.finish(), 0);
-  EXPECT_EQ(probe.lines(), (Lines{"hello 0 42", "hello 1 42", "behind"}));
+  EXPECT_EQ(probe.lines(), (Lines{"hello 0 42", "hello 1 42", "after"}));
 }
 
 TEST(Spawn, AnInterruptEndsTheChildrenAndThenTheParent) {

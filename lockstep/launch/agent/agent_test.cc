@@ -268,7 +268,7 @@ TEST(Run, LinesOfManyWritersStayWhole) {
   EXPECT_EQ(lines_of(result.out), expected);
 }
 
-TEST(Run, ArgumentsBehindTheProgramAreItsOwn) {
+TEST(Run, ArgumentsAfterTheProgramAreItsOwn) {
   Launcher launcher({"run", "printf", "%s|", "--nproc-per-node", "-x", "--", "run", "--help"});
   EXPECT_EQ(launcher.finish(), 0);
   EXPECT_EQ(launcher.out, "--nproc-per-node|-x|--|run|--help|");

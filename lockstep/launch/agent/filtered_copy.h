@@ -15,7 +15,7 @@ namespace lockstep::launch {
 class FilteredCopy {
  public:
   static constexpr size_t kLongestLine =
-      1 << 20;  // bytes; what a line has behind them is neither searched nor written
+      1 << 20;  // bytes; what a line has after them is neither searched nor written
 
   /// The file is made at once. What the disk refuses is lost, and said once.
   FilteredCopy(const std::string& file, std::vector<std::string> texts, const std::string& role, int nprocs);

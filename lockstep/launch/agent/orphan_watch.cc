@@ -16,8 +16,8 @@ constexpr std::chrono::seconds kBetweenLooks{1};
 
 size_t reap_orphans(const std::vector<pid_t>& own) {
   size_t reaped = 0;
-  // Of the main thread, which gets the orphans. waitid(P_ALL) would find nothing behind a worker that has ended, and which
-  // is to stay until all have.
+  // The children of the main thread, which gets the orphans. waitid(P_ALL) would return one ended worker each time,
+  // which must stay until all workers have ended, and none of the children after it.
   std::ifstream children("/proc/self/task/" + std::to_string(::getpid()) + "/children");
   for (pid_t pid = 0; children >> pid;) {
     if (std::find(own.begin(), own.end(), pid) == own.end() && ::waitpid(pid, nullptr, WNOHANG) == pid)

@@ -19,7 +19,7 @@ namespace lockstep::launch {
 namespace {
 
 constexpr std::chrono::milliseconds kIdleTime{200};  // after which a terminal shows an unfinished line
-constexpr size_t kFullQueue = 1 << 20;  // bytes; the workers behind a slower reader wait from here on
+constexpr size_t kFullQueue = 1 << 20;               // bytes; from here on the workers wait for a slow reader
 
 size_t terminal_columns(int fd) {
   winsize size = {};

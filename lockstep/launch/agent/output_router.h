@@ -23,7 +23,7 @@ namespace lockstep::launch {
 /// as one, so that rows of the two do not mix either.
 ///
 /// It never blocks the supervisor: it writes only what there is room for, and stops reading from workers while a
-/// slow reader behind it has not caught up (the workers then wait, as they would without a launcher). When
+/// slow reader of its output has not caught up (the workers then wait, as they would without a launcher). When
 /// that reader is gone, output is thrown away and the workers go on. To terminals and pipes it writes through open files of
 /// its own, which do not block: poll(2) promises a terminal room for one byte, and another process may fill a pipe first.
 class OutputRouter : public Streams {

@@ -58,7 +58,7 @@ class AgentLink : public EventHandler {
   }
   void connect(BootTime now);
   void look_up(BootTime now);
-  /// `why` and the coordinator's address, with the question behind it, become trouble(); "": none.
+  /// `why` and the coordinator's address, followed by the question, become trouble(); "": none.
   void close(const std::string& why, const std::string& question = "");
   void take_orders();
   void flush();

@@ -81,7 +81,7 @@ class CoordinatorServer::Peer : public EventHandler {
     tls_->close();
   }
 
-  /// For a stream: the connection, and what came behind the greeting.
+  /// For a stream: the connection, and what came after the greeting.
   std::unique_ptr<Connection> take_connection() {
     if (plain_) return std::make_unique<PlainConnection>(std::move(plain_));
     return std::move(tls_);

@@ -29,7 +29,7 @@ bool is_run_id(const std::string& text) {
   });
 }
 
-std::string without_blanks_behind(std::string text) {
+std::string without_trailing_blanks(std::string text) {
   text.erase(text.find_last_not_of(' ') + 1);
   return text;
 }
@@ -70,7 +70,7 @@ Journal::Journal(std::filesystem::path path, const std::string& run)
   TORCH_CHECK(is_journal, path_.string(),
               " is no journal of an MlflowWriter; give it another spool_directory, or remove the file");
   run_ = second[0].text;
-  run_id_ = without_blanks_behind(mark["run_id"].get<std::string>());
+  run_id_ = without_trailing_blanks(mark["run_id"].get<std::string>());
   TORCH_CHECK(run_id_.empty() || is_run_id(run_id_), path_.string(), " has '", printable(run_id_),
               "' for a run, which is no run id of MLflow; remove the file");
   create_tried_ = mark["create_tried"].get<int>() != 0;
@@ -144,7 +144,7 @@ void Journal::set_sent(int64_t end) {
   sent_ = end;
   if (sent_ >= size_ && size_ > kLarge) {
     const auto start = static_cast<int64_t>(mark().size() + run_.size() + 1);
-    // Cut first: a mark behind the end means that all was sent.
+    // Cut first: a mark past the end means that all was sent.
     if (::ftruncate(fd_.get(), start) == 0) size_ = sent_ = start;
   }
   write_mark();

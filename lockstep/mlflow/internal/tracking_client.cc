@@ -53,8 +53,9 @@ Result judge(const HttpAnswer& answer) {
   return {is_final ? Outcome::kRejected : Outcome::kNotNow, error, answer.retry_after};
 }
 
-/// Of a file, which all that is logged later waits behind: a server that stores none says so for as long as
-/// it runs, and one that has let us in before and forbids this alone, or has no such route, means it.
+/// Of a file. All that is logged later waits for it, so it is given up where another try would not help: a
+/// server that stores no files does so as long as it runs, and one that has accepted other requests, but
+/// forbids this one or has no such route, will not change its answer.
 Result judge_artifact(const HttpAnswer& answer) {
   Result result = judge(answer);
   const bool stores_none =
