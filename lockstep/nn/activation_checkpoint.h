@@ -75,7 +75,7 @@ void put_tensors(Argument& argument, std::vector<at::Tensor>::const_iterator& ne
 ///     for (auto& block : blocks) x = lockstep::activation_checkpoint({}, block, x);
 ///
 /// (Not called `checkpoint`, as in Python, for here that word is for what lies on the disk.) It is the form with
-/// use_reentrant=False: graphs as ever behind it, so DistributedDataParallel's hooks, torch::autograd::grad(), double
+/// use_reentrant=False: the graph is the usual one, so DistributedDataParallel's hooks, torch::autograd::grad(), double
 /// backward, retain_graph, frozen inputs and checkpoints within checkpoints work. The function runs again in the thread of
 /// backward, with the random numbers and autocast of the first time and gradients enabled. It must do the same then, and
 /// must not mind that it may be ended early. With gradients disabled it just runs.

@@ -17,7 +17,7 @@ TEST(ActivationCheckpointOnDevice, GradientsAreThoseWithoutIt) {
       return torch::rand_like(tensor) * (tensor * tensor) * torch::rand({64}).to(tensor.device());
     };
     const at::Tensor y = checkpointed ? activation_checkpoint({}, function, x) : function(x);
-    const at::Tensor weight = torch::rand_like(x);  // what is drawn behind it is as without it, too
+    const at::Tensor weight = torch::rand_like(x);  // what is drawn after it is as without it, too
     (y * weight).sum().backward();
     return x.grad().cpu();
   };

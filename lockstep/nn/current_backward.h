@@ -13,7 +13,7 @@ inline bool is_in_backward() {
   return torch::autograd::get_current_graph_task_id() != -1;
 }
 
-/// From now on training is in its backward phase (training_phases.h), and in the optimizer's behind the callbacks that this
+/// From now on training is in its backward phase (training_phases.h), and in the optimizer's after the callbacks that this
 /// backward queues until its end. Told once by each thread. `from_any_thread`: as enter_phase() has it.
 void enter_backward_phase(bool from_any_thread);
 

@@ -72,7 +72,7 @@ TEST(MetaDeviceGuard, WhatNamesADeviceOrHasOneStaysWhereItIs) {
   EXPECT_FALSE(meta) << "another thread has no guard";
 }
 
-TEST(MetaDeviceGuard, BehindTheGuardTensorsHaveValuesAgain) {
+TEST(MetaDeviceGuard, AfterTheGuardTensorsHaveValuesAgain) {
   { const MetaDeviceGuard guard; }
   EXPECT_TRUE(at::equal(torch::zeros({2}), torch::zeros({2}, torch::kCPU)));
 }

@@ -13,7 +13,7 @@
 namespace lockstep {
 
 struct CsvWriterOptions {
-  /// Metrics that will come, in the order of their columns. Others get columns behind them when they first
+  /// Metrics that will come, in the order of their columns. Others get columns after them when they first
   /// come.
   std::vector<std::string> columns = {};
   /// Whether this process writes; rank 0 alone unless told.

@@ -195,7 +195,7 @@ TEST_F(MetricsWriters, RowsThatFindNoFileAreCounted) {
   EXPECT_EQ(writer.lost(), 2);
 }
 
-TEST_F(MetricsWriters, AHalfLineThatCannotBeCutOffGetsNothingBehindIt) {
+TEST_F(MetricsWriters, NothingIsAppendedToAHalfLineThatCannotBeCutOff) {
   // A file that may grow and not shrink.
   const UniqueFd file(::memfd_create("log", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   ASSERT_TRUE(file);

@@ -105,7 +105,7 @@ std::string format_progress(const ProgressState& state, int width) {
   const std::string full = description + head + tail + postfix + "]";
   if (width <= 0) return full;
   if (known) {
-    // "45%| tail" is as wide as the text without bar plus the two rules; a blank stands behind the second.
+    // "45%| tail" is as wide as the text without bar plus the two rules; a blank follows the second.
     const int bar = width - terminal_text::columns(full) - 2;
     if (bar >= kShortestBar) {
       return description + percent + "|" + draw_bar(fraction, bar, state.ascii) + "| " + tail + postfix + "]";

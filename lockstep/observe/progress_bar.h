@@ -77,7 +77,7 @@ struct ProgressBarOptions {
 /// ignored: a progress bar stops no training. Not thread-safe.
 ///
 /// Lockstep's log lines, from any thread, stand above the bar and leave it whole, and so does what write()
-/// gets. Others' output (std::cout) lands behind the bar, and the next redraw begins its line anew.
+/// gets. Other output (std::cout) lands after the bar in its line, which the next redraw begins anew.
 class ProgressBar {
  public:
   /// `total`: how many units there will be, 0 if that is not known. Throws c10::ValueError when it is

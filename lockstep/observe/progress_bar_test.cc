@@ -203,7 +203,7 @@ TEST_F(ProgressBarTest, WritesALogLineAtEachTenth) {
   }
   bar.finish();
   const auto lines = pieces('\n');
-  ASSERT_EQ(lines.size(), 9 + 1 + 1U) << "the tenths, the final one, and what stands behind it";
+  ASSERT_EQ(lines.size(), 9 + 1 + 1U) << "the tenths, the final one, and what follows it";
   EXPECT_EQ(lines[0], "train:  10% 10/100 [00:02<00:22, 4 images/s]");
   EXPECT_EQ(lines[9], "train: 100% 100/100 [00:25<00:00, 4 images/s]");
   EXPECT_EQ(lines[10], "");

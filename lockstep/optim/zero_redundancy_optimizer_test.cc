@@ -182,7 +182,7 @@ TEST(ZeroRedundancyOptimizer, AddsGroupsAndFollowsTrainability) {
         plain.step();
         expect_equal(parameters, expected, std::to_string(bucket_view) + ", step " + std::to_string(step));
       }
-      // What hides behind the base class's back is noticed.
+      // What is added through the base class is noticed.
       static_cast<optim::Optimizer&>(zero).add_param_group(
           {{torch::ones({2}, at::kDouble).requires_grad_()}});
       EXPECT_THAT(message_of<c10::Error>([&] { zero.step(); }), HasSubstr("add_param_group()"));
@@ -402,7 +402,7 @@ TEST(ZeroRedundancyOptimizer, JoinsWithUnevenInputs) {
   });
 }
 
-TEST(ZeroRedundancyOptimizer, BehindDistributedDataParallel) {
+TEST(ZeroRedundancyOptimizer, StepsWithDistributedDataParallel) {
   struct Net : torch::nn::Module {
     Net() { register_module("first", first), register_module("second", second); }
     torch::Tensor forward(const torch::Tensor& x) { return second(torch::relu(first(x))); }
@@ -433,7 +433,7 @@ TEST(ZeroRedundancyOptimizer, BehindDistributedDataParallel) {
       zero.step();
       plain.step();
     }
-    expect_equal(net->parameters(), copy->parameters(), "behind DDP");
+    expect_equal(net->parameters(), copy->parameters(), "with DDP");
   });
 }
 

@@ -64,7 +64,7 @@ class ParquetRows::Cache {
 
   const ParquetDataset dataset_;
   const int64_t memory_limit_;
-  std::vector<int64_t> ends_;  // of each row group: the number of the row behind its last
+  std::vector<int64_t> ends_;  // of each row group: the number of the row after its last
   mutable std::mutex mutex_;
   std::list<Table> recent_;  // guarded by mutex_; the last used one first
   int64_t bytes_ = 0;        // guarded by mutex_

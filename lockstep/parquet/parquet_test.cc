@@ -193,7 +193,7 @@ TEST_F(ParquetTest, TwoEpochsAtOnceAndIteratorsThatOutliveTheirBatches) {
 TEST_F(ParquetTest, AnErrorComesAfterTheBatchesBeforeIt) {
   const auto path = write("a.parquet", 1000, 500);
   {
-    // The second row group's first column is behind the middle of the file.
+    // The second row group's first column is in the second half of the file.
     std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
     const auto size = static_cast<std::streamoff>(std::filesystem::file_size(path));
     file.seekp(size / 2);

@@ -74,7 +74,7 @@ class EventQueue {
   BackgroundThread thread_;
 };
 
-/// `event` framed as a record, behind what `to` holds already.
+/// `event` framed as a record, after what `to` holds already.
 void append_record(std::string& to, std::string_view event);
 
 }  // namespace lockstep::observe::internal

@@ -6,7 +6,7 @@
 // {"class": …, its arguments by name}, "steps": …}}, and optionally "epochs" or "metrics" for each step,
 // "initial_lr", and a state of Python's after "middle" steps: "state", "state_lrs", "state_momenta".
 // OUTPUT: {job name: {"lrs": [steps + 1 × groups], "momenta": the same, "state": after "middle" steps,
-// "resumed": learning rates behind "middle" of another process that loads the checkpoint, "from_python":
+// "resumed": learning rates after "middle" of another process that loads the checkpoint, "from_python":
 // those of one that loads Python's, "end_state": …}}.
 #include <cmath>
 #include <sstream>

@@ -19,7 +19,7 @@ def make_jobs(world_size):
 
             def values(*sizes, each_rank):
                 tensor = torch.randn(*sizes, dtype=torch.float64, generator=generator)
-                # The sharded optimizers stand behind DDP: all ranks have the same parameters and gradients.
+                # The sharded optimizers are used with DDP: all ranks have the same parameters and gradients.
                 return tensor if each_rank else tensor.narrow(-len(shape) - 1, 0, 1).expand_as(tensor).contiguous()
 
             initial, gradients = [], []

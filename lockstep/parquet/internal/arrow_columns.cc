@@ -305,7 +305,7 @@ Column convert(const std::shared_ptr<arrow::Array>& given, const NullPolicy& pol
 Column from_dictionary(const arrow::DictionaryArray& array, const NullPolicy& policy,
                        const std::string& where) {
   refuse_nulls(array.null_count() + array.dictionary()->null_count(), array.length(), false, policy, where);
-  // One more entry behind the dictionary's stands for null.
+  // One more entry after the dictionary's stands for null.
   auto null_entry = arrow::MakeArrayOfNull(array.dictionary()->type(), 1);
   TORCH_CHECK(null_entry.ok(), where, ": ", null_entry.status().ToString());
   const NullPolicy entries{Nulls::kMask, policy.fill};
