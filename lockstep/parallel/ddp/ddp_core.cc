@@ -272,7 +272,7 @@ void DdpCore::leave(const std::vector<at::Tensor>& outputs, bool searched) {
   if (delayed_) delayed_->after_forward();
 }
 
-/// A forward behind a finished step, such as a validation's, is not a part of that step. Nor does one that backward computes again
+/// A forward after a finished step, such as a validation's, is not a part of that step. Nor does one that backward computes again
 /// have an end of its own: an exception ends it where all that backward needs is computed (activation checkpoints).
 void DdpCore::abandon() {
   if (is_in_backward()) return;

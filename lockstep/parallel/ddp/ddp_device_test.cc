@@ -269,7 +269,7 @@ TEST(DistributedDataParallelOnDevice, ReducesWhileBackwardRuns) {
   });
 }
 
-TEST(DistributedDataParallelOnDevice, ReducesBehindTheStreamsOfAllGradients) {
+TEST(DistributedDataParallelOnDevice, ReducesAfterTheStreamsOfAllGradients) {
   run_ranks(1, [](int) {
     auto world = init_process_group();
     const auto device = test_device();

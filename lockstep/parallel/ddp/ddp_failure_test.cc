@@ -259,7 +259,7 @@ TEST(DdpFailure, ASenderThatEndsInTheMiddleLeavesTheOthersAsTheyWere) {
       if (step < 2 || rank == 0) optimizer.step();
     }
     const auto before = copies(net->parameters());
-    // Behind the parameters, before this state.
+    // After the parameters were sent, before this state is.
     const Recoverable deadly(
         [] {
           testing::die();
@@ -327,7 +327,7 @@ TEST(DdpFailure, AnExceptionInAForwardUndoesItsOwnStepOnly) {
       model.eval();
       expect_failure_leaves_all();  // of a validation, before the finished step is applied
       optimizer.step();
-      expect_failure_leaves_all();  // and behind it
+      expect_failure_leaves_all();  // and after it
       model.train();
     }
     expect_failure_leaves_all();  // of the second step

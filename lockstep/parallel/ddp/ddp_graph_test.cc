@@ -334,7 +334,7 @@ struct Blocks : nn::Module {
   nn::Linear second{4, 4};
 };
 
-// The graph behind a checkpoint is as without it, so no option is needed, though a layer is used twice.
+// A checkpoint's graph is the same as without it, so no option is needed, though a layer is used twice.
 TEST(DdpOptions, ActivationCheckpointsChangeNoGradient) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();

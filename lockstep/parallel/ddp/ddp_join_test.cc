@@ -157,7 +157,7 @@ TEST(DdpOptions, AllModelsOfAJoinDivideByTheRanksThatTrain) {
     EXPECT_EQ(second->bias.grad().item<float>(), 1) << "the last shadowed step's";
     a.zero_grad();
     a(torch::ones({1, 1}) * (2 + 2 * rank)).sum().backward();
-    EXPECT_EQ(first->weight.grad().item<float>(), 3) << "behind the Join by all ranks again";
+    EXPECT_EQ(first->weight.grad().item<float>(), 3) << "after the Join by all ranks again";
   });
 }
 

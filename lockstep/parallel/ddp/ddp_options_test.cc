@@ -207,7 +207,7 @@ TEST(DdpOptions, MixedPrecisionTakesSeveralForwardsBeforeOneBackward) {
   });
 }
 
-TEST(DdpOptions, MixedPrecisionLeavesFullPrecisionBehindAFailureAndItsEnd) {
+TEST(DdpOptions, MixedPrecisionRestoresFullPrecisionAfterAFailureAndAtItsEnd) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();
     nn::Linear net(1, 1);

@@ -42,7 +42,7 @@ namespace lockstep {
 /// no_sync(). Validate on `*model.module`: a forward here may broadcast buffers, and ranks may have unequal
 /// numbers of batches.
 ///
-/// The module may be on a GPU, or spread over several; gradients are reduced there, behind the streams that
+/// The module may be on a GPU, or spread over several; gradients are reduced there, ordered after the streams that
 /// they come on, and backward() leaves them in the order of the current stream, as it leaves all others. With
 /// `device_ids`, the one device of the module, tensors among the arguments are moved there. Beside that
 /// inputs, outputs and streams are the caller's.

@@ -199,7 +199,7 @@ void FsdpCore::collect_parameters() {
     TORCH_CHECK_VALUE(tensor.is_leaf(), kClass, ": parameter '", parameter.first, "' is no leaf");
     TORCH_CHECK_VALUE(!tensor.requires_grad() || !torch::autograd::impl::post_acc_grad_hooks(tensor), kClass,
                       ": parameter '", parameter.first,
-                      "' has a hook behind its gradient already; is its module wrapped in another ", kClass,
+                      "' has a post-accumulate-grad hook already; is its module wrapped in another ", kClass,
                       ", which lives, or an optimizer of it?");
     TORCH_CHECK_VALUE(!fsdp::internal::is_gathered_parameter(tensor), kClass, ": parameter '",
                       parameter.first, "' has no values, for an earlier ", kClass,

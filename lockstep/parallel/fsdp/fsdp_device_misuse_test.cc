@@ -73,7 +73,7 @@ TEST(FsdpOnDevice, AFailedBackwardIsToldToStepAndForward) {
     const auto optimizer = model.make_optimizer<optim::SGD>(optim::SGDOptions(0.1));
     auto x = testing::random({4, 3}, static_cast<uint64_t>(rank), at::kFloat).to(own_device());
     x.requires_grad_();
-    // Behind the weights' gradients.
+    // After the weights' gradients.
     x.register_hook([](const torch::Tensor&) { TORCH_CHECK(false, "of the program's own"); });
     EXPECT_THAT(message_of<c10::Error>([&] { loss_of(model.forward(x)).backward(); }),
                 HasSubstr("of the program's own"));

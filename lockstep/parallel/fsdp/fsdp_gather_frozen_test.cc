@@ -1,4 +1,4 @@
-// Groups with frozen and trained parameters, which backward uses again behind the gradients of the trained ones.
+// Groups with frozen and trained parameters, which backward uses again after the gradients of the trained ones.
 #include <functional>
 #include <memory>
 #include <string>

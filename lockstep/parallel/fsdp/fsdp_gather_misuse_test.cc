@@ -59,7 +59,7 @@ TEST(FsdpGatherMisuse, ParametersHaveNoValuesOutsideOfForwardAndBackward) {
                   }),
                   HasSubstr("save full_state_dict()"));
       EXPECT_THAT(message_of<c10::ValueError>([&] { FullyShardedDataParallel again(net); }),
-                  HasSubstr("has a hook behind its gradient already"));
+                  HasSubstr("has a post-accumulate-grad hook already"));
     }
     EXPECT_THAT(message_of<c10::Error>([&] { weight.sum(); }),
                 HasSubstr("its wrapper, which gathered them, is gone"));

@@ -190,7 +190,7 @@ TEST(FsdpGather, NoMoreGroupsAreWholeThanTheOptionsSay) {
     auto world = init_process_group();
     struct Case {
       void (*adjust)(Options&);
-      int most, behind_forward;
+      int most, after_forward;
     };
     for (const Case& of : {Case{gather, 2, 2}, Case{gather_early, 2, 2}, Case{gather_late, 3, 3},
                            Case{gather_post, 2, 2}, Case{gather_until_backward, 8, 8}}) {
@@ -204,7 +204,7 @@ TEST(FsdpGather, NoMoreGroupsAreWholeThanTheOptionsSay) {
       for (int step = 0; step < 3; ++step) {
         optimizer->zero_grad();
         const auto loss = model(x).sum();
-        EXPECT_EQ(net->whole(), of.behind_forward);
+        EXPECT_EQ(net->whole(), of.after_forward);
         loss.backward();
         EXPECT_EQ(net->whole(), 0);
         optimizer->step();

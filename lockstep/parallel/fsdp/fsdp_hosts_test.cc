@@ -111,7 +111,7 @@ TEST_F(FsdpHosts, CompressedGradientsAreTheSameEverywhere) {
               auto world = init_process_group();
               const auto train_with = [&](HostCompression compression) {
                 torch::manual_seed(4);
-                // Rows that two ranks share out unequally, and more groups than buffers: what stands behind a rank's rows is old.
+                // Rows that two ranks share out unequally, and more groups than buffers: what follows a rank's rows is old.
                 nn::Sequential net(nn::Linear(64, 301), nn::Tanh(), nn::Linear(301, 33), nn::Linear(33, 3));
                 FullyShardedDataParallel model(net, {.sharding_strategy = kHybrid,
                                                      .auto_wrap_policy = fsdp::size_based_auto_wrap_policy(1),

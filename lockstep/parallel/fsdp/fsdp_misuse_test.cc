@@ -84,7 +84,7 @@ TEST(FsdpMisuse, AModuleHasOneWrapperAtATime) {
     {
       FullyShardedDataParallel model(net);
       EXPECT_THAT(message_of<c10::ValueError>([&] { FullyShardedDataParallel again(net); }),
-                  HasSubstr("parameter 'first.weight' has a hook behind its gradient already"));
+                  HasSubstr("parameter 'first.weight' has a post-accumulate-grad hook already"));
       EXPECT_THAT(message_of<c10::ValueError>([&] { FullyShardedDataParallel part(net->last); }),
                   HasSubstr("'weight'"));
       model(batch(rank)).sum().backward();

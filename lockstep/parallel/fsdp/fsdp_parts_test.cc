@@ -231,16 +231,16 @@ TEST(FsdpParts, AreGroupsOfTheirOwn) {
     std::set<std::string> block{"alone.up.weight", "alone.up.bias", "alone.down.weight",
                                 "alone.down.bias", "alone.scale",   "tied"};
     std::set<std::string> rest{"first.weight", "first.bias", "last.weight", "last.bias"};
-    std::set<std::string> within, behind;
+    std::set<std::string> within, after;
     net->within = [&] { within = whole(model.module_parameters()); };
     model(torch::ones({2, 3}, at::kDouble));
-    behind = whole(model.module_parameters());
+    after = whole(model.module_parameters());
     for (const auto& name : block) EXPECT_TRUE(within.contains(name)) << name;
     EXPECT_TRUE(within.contains("pair.mix.weight")) << "the group before";
     EXPECT_FALSE(within.contains("pair.back.up.weight"));
     EXPECT_FALSE(within.contains("first.weight"));
     block.insert(rest.begin(), rest.end());
-    EXPECT_EQ(behind, block);
+    EXPECT_EQ(after, block);
   });
 }
 

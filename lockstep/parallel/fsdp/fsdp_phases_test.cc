@@ -39,7 +39,7 @@ TEST(FullyShardedDataParallel, TellsOfItsStepsAndPhases) {
         if (!reduces) no_sync.emplace(model.no_sync());
         const auto input = torch::ones({2, 4}) * torch::ones({}).requires_grad_();
         auto within = TrainingPhase::kNone;
-        // Behind the weights' gradients, which autograd takes first.
+        // After the weights' gradients, which autograd takes first.
         input.register_hook([&](const torch::Tensor&) { within = told.phase(); });
         const auto loss = model(input).sum();
         EXPECT_EQ(told.phase(), TrainingPhase::kForward);

@@ -23,7 +23,7 @@ using Options = FullyShardedDataParallelOptions;
 
 constexpr int kSteps = 3;
 
-/// May begin behind its first layers, end before its last one, and give that one no gradients.
+/// May begin after its first layers, end before its last one, and give that one no gradients.
 struct Tower : nn::Module {
   explicit Tower(uint64_t seed) {
     torch::manual_seed(seed);
@@ -111,7 +111,7 @@ TEST(FsdpSeveral, ARankMayLackTheFirstGradients) {
 }
 
 /// Its last layers have had their gradients before the forward that ends in front of them is computed again.
-TEST(FsdpSeveral, AForwardIsComputedAgainBehindGradientsOfItsModel) {
+TEST(FsdpSeveral, AForwardIsComputedAgainAfterGradientsOfItsModel) {
   for (const bool gather : {false, true}) {
     expect_trains_as_one_process(
         2, {.gather = gather}, [](auto& first, auto& second, const torch::Tensor& x, int /*rank*/) {

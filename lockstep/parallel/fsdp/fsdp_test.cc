@@ -186,9 +186,9 @@ TEST(FullyShardedDataParallel, MisuseIsAnError) {
     EXPECT_THAT(message_of<c10::Error>([&] { old.backward(); }),
                 HasSubstr("modified by an inplace operation"));
     auto input = x.clone().requires_grad_();
-    input.register_hook([](const torch::Tensor&) { TORCH_CHECK(false, "behind all other gradients"); });
+    input.register_hook([](const torch::Tensor&) { TORCH_CHECK(false, "after all other gradients"); });
     EXPECT_THAT(message_of<c10::Error>([&] { loss_of(model(input)).backward(); }),
-                HasSubstr("behind all other gradients"));
+                HasSubstr("after all other gradients"));
     EXPECT_THAT(message_of<c10::Error>([&] { model(x); }), HasSubstr("the last backward did not end"));
     Net moved = make_net();
     FullyShardedDataParallel other(moved);

@@ -41,7 +41,7 @@ std::pair<double, double> price(const std::vector<double>& costs, const Balance&
 /// Of the best of all cuts into `blocks`.
 std::pair<double, double> best_price(const std::vector<double>& costs, size_t blocks) {
   std::pair<double, double> best{std::numeric_limits<double>::infinity(), 0};
-  for (unsigned cuts = 0; cuts < 1U << (costs.size() - 1); ++cuts) {  // bit i: a cut behind layer i
+  for (unsigned cuts = 0; cuts < 1U << (costs.size() - 1); ++cuts) {  // bit i: a cut after layer i
     Balance balance{1};
     for (size_t i = 1; i < costs.size(); ++i) {
       if ((cuts >> (i - 1) & 1) != 0) balance.push_back(0);

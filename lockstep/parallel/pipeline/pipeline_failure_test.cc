@@ -81,7 +81,7 @@ void run_two_pipelines(int rank, const Plan& plan) {
   run_pipeline(rank, mesh.get_group("pp"), plan, 1, mesh.get_group("dp"));
 }
 
-/// A job of two pipelines of two stages. The victim dies at the place that it comes to by itself, or behind `action`.
+/// A job of two pipelines of two stages. The victim dies at the place that it comes to by itself, or after `action`.
 void expect_killed_is_named_in(int victim, const std::string& death,
                                const std::function<void(const std::function<void()>& dies_now)>& action) {
   SCOPED_TRACE(death);
@@ -118,7 +118,7 @@ TEST(PipelineFailure, AKilledStageIsNamedWithItsAction) {
   expect_killed_is_named(4, 1, {.culprit = 1, .forward = 2, .action = die}, "1F2");
 }
 
-/// The stages before it wait until it takes what they send, and those behind it for what it sends.
+/// The stages before it wait until it takes what they send, and those after it for what it sends.
 TEST(PipelineFailure, AStageKilledInAnEvaluationIsNamedWithItsAction) {
   expect_killed_is_named(3, 1, {.culprit = 1, .forward = 2, .action = die, .evaluates = true}, "1F2");
   expect_killed_is_named(2, 1, {.culprit = 1, .forward = 5, .action = die, .evaluates = true}, "1F5");

@@ -116,7 +116,7 @@ TEST(Pipelines, TiedWeightsKeepTheirGradientsWhenAStepThrows) {
   });
 }
 
-/// Layers that the caller runs before the pipeline, and behind its targets.
+/// Layers that the caller runs before the pipeline, and to make its targets.
 TEST(Pipelines, TheCallersGraphsGetTheirGradients) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();

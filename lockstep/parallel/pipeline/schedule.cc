@@ -37,12 +37,12 @@ Row gpipe_row(int64_t rank, const PipelineShape& shape) {
 }
 
 Row one_forward_one_backward_row(int64_t rank, const PipelineShape& shape) {
-  const int64_t behind = shape.ranks - 1 - rank;  // stages after this one
-  const int64_t warmup = std::min(behind, shape.micro_batches);
+  const int64_t following = shape.ranks - 1 - rank;  // stages after this one
+  const int64_t warmup = std::min(following, shape.micro_batches);
   Row row;
   idle(row, rank);
   for (int64_t m = 0; m < warmup; ++m) row.push_back({{rank, ComputationType::kForward, m}});
-  idle(row, behind - warmup + 2 * behind);
+  idle(row, following - warmup + 2 * following);
   for (int64_t m = 0; m < shape.micro_batches; ++m) {
     if (warmup + m < shape.micro_batches) {
       row.push_back({{rank, ComputationType::kForward, warmup + m}});
@@ -74,8 +74,9 @@ struct Rounds {
 Row interleaved_row(int64_t rank, const PipelineShape& shape, const Rounds& rounds, bool zero_bubble) {
   const int64_t stages = shape.stages_per_rank;
   const int64_t all = stages * shape.micro_batches;  // forwards of this rank
-  const int64_t behind = shape.ranks - 1 - rank;
-  const int64_t warmup = std::min((stages - 1) * rounds.micro_batches + (zero_bubble ? 1 : 2) * behind, all);
+  const int64_t following = shape.ranks - 1 - rank;  // ranks after this one
+  const int64_t warmup =
+      std::min((stages - 1) * rounds.micro_batches + (zero_bubble ? 1 : 2) * following, all);
   Row row;
   // The rank's k-th forward, and its k-th backward, which goes through the rank's stages from the last to the first.
   const auto add = [&](ComputationType type, int64_t k) {
@@ -87,7 +88,7 @@ Row interleaved_row(int64_t rank, const PipelineShape& shape, const Rounds& roun
   };
   idle(row, rank);
   for (int64_t k = 0; k < warmup; ++k) add(ComputationType::kForward, k);
-  if (warmup > 0) idle(row, zero_bubble ? behind : stages * shape.ranks + 2 * behind - (warmup + rank));
+  if (warmup > 0) idle(row, zero_bubble ? following : stages * shape.ranks + 2 * following - (warmup + rank));
   int64_t weights = 0;
   for (int64_t k = 0; k < all; ++k) {
     if (warmup + k < all) {

@@ -80,7 +80,7 @@ TEST(PipelineTable, CanBeRunToItsEnd) {
   for (const auto schedule : kAll) {
     for_all_shapes(schedule, [&](const PipelineShape& shape, const PipelineTable& table) {
       const auto times = pipeline_times(table);
-      // Each rank has this much to do, and the first micro-batch must go through all ranks before and behind it.
+      // Each rank has this much to do, and the first micro-batch must go through all ranks before and after it.
       const auto work = static_cast<double>(3 * shape.stages_per_rank * shape.micro_batches);
       EXPECT_GE(times.end, work);
       EXPECT_NEAR(times.bubble, 1 - work / times.end, 1e-12);
@@ -109,13 +109,13 @@ TEST(PipelineTable, BoundsActivations) {
       const int64_t all = stages * micro_batches;
       const int64_t round = micro_batches / std::max<int64_t>(1, micro_batches / ranks);
       for (int64_t rank = 0; rank < ranks; ++rank) {
-        const int64_t behind = ranks - 1 - rank;
+        const int64_t following = ranks - 1 - rank;
         int64_t bound = all;  // GPipe
-        if (schedule == PipelineSchedule::k1F1B) bound = behind + 1;
-        if (schedule == PipelineSchedule::kInterleaved1F1B) bound = (stages - 1) * round + 2 * behind + 1;
+        if (schedule == PipelineSchedule::k1F1B) bound = following + 1;
+        if (schedule == PipelineSchedule::kInterleaved1F1B) bound = (stages - 1) * round + 2 * following + 1;
         // The weights' backward comes up to `rank` micro-batches late.
         if (schedule == PipelineSchedule::kInterleavedZeroBubble)
-          bound = (stages - 1) * round + behind + rank + 1;
+          bound = (stages - 1) * round + following + rank + 1;
         EXPECT_EQ(peak_activations(table, rank), std::min(bound, all)) << "rank " << rank;
       }
     });

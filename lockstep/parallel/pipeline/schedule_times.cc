@@ -94,7 +94,7 @@ PipelineTimes pipeline_times(const PipelineTable& table, const PipelineDurations
     const auto& action = rows[rank][done];
     TORCH_CHECK_VALUE(false, "the table can't be run: rank ", rank, " comes to ", to_string(action),
                       ", which needs ", to_string(*missing(action)),
-                      ", and that is not there or waits itself for an action behind this one");
+                      ", and that is not there or waits itself for an action after this one");
   }
   if (times.end > 0) times.bubble = 1 - busy / (times.end * static_cast<double>(rows.size()));
   return times;

@@ -84,7 +84,7 @@ void choose_affines(const Layout& layout, const at::Tensor& elements, Affine* af
   }
 }
 
-/// Rounds |x| < 2^22 (2^51 for double) to the next integer, halves to even: what does not fit behind the
+/// Rounds |x| < 2^22 (2^51 for double) to the next integer, halves to even: what does not fit after the
 /// point of such a large number is rounded off. Unlike std::nearbyint it becomes vector instructions
 /// everywhere.
 template <class Real>

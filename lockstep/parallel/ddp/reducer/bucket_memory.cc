@@ -90,7 +90,7 @@ void BucketMemory::give_back_pages(size_t freed) {
   }
 }
 
-/// Of the free slots from `first` on, up to the next that is taken. Returns the one behind them.
+/// Of the free slots from `first` on, up to the next that is taken. Returns the one after them.
 size_t BucketMemory::give_back_run(size_t first) {
   size_t last = first;
   while (last + 1 < offsets_.size() && !taken_[last + 1]) ++last;

@@ -37,7 +37,7 @@ class ParameterUse {
   /// One more gradient in a later round. Whether it is the last one; throws if that has come already.
   bool count_down(size_t parameter);
 
-  /// Finds out what any rank used, where that is not known: when unused parameters are looked for, and behind
+  /// Finds out what any rank used, where that is not known: when unused parameters are looked for, and after
   /// a static graph's first round. Collective then.
   void agree(bool first_static_round);
   /// Whether any rank used it, as far as that was asked.

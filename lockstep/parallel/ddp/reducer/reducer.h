@@ -38,7 +38,7 @@ namespace lockstep {
 /// When a round fails, backward() throws the first cause, after `on_failure` has run; gradients are then
 /// undefined, and update_process_group() makes it usable again.
 ///
-/// On other devices than the CPU a bucket is reduced behind the streams that its gradients came on, and
+/// On other devices than the CPU a bucket's reduction is ordered after the streams that its gradients came on, and
 /// gradients are there in the order of the stream that was current when backward() was called, as all that
 /// backward() leaves. They are copied into their slots, for their memory is the device's.
 ///

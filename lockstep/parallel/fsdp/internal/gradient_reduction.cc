@@ -69,7 +69,7 @@ class GradientReduction::EndsOfBackward {
     const std::lock_guard lock(mutex_);  // devices have threads of their own
     reductions_.emplace(reduction.number_, reduction.weak_from_this());
   }
-  /// Once for each of them, behind the last gradient.
+  /// Once for each of them, after the last gradient.
   void call() {
     if (++called_ < reductions_.size()) return;
     for (const auto& item : reductions_) {
@@ -230,7 +230,7 @@ bool GradientReduction::all_have_started_oldest() const {
   return progress_.own - static_cast<int64_t>(ring_.size()) < *progress_.all;
 }
 
-/// False if this rank must not wait any longer for the oldest reduction: a rank that lacks gradients may start it behind operations
+/// False if this rank must not wait any longer for the oldest reduction: a rank that lacks gradients may start it after operations
 /// that need this rank, which are gathers, or reductions of another model. Most often all ranks start it soon. Without waiting,
 /// the gradients of the whole model would be in memory where backward gathers nothing (SHARD_GRAD_OP), and those of most parts
 /// where groups are larger than the ring.
@@ -308,7 +308,7 @@ void GradientReduction::finish(size_t slot) {
   const ProcessGroup& replicas = weights_.groups().replicas();
   if (!replicas || !ring_[slot].is_last_part) return;
   Group& group = groups_[ring_[slot].group];
-  // What lay behind this rank's rows in the buffer is old, and would be rounded together with them.
+  // What follows this rank's rows in the buffer is old, and would be rounded together with them.
   const int rank = weights_.group()->getRank();
   for (size_t i = 0; i < group.weights.size(); ++i) {
     const int64_t begin = group.layout.offset(i) + group.layout.numel(i, rank);

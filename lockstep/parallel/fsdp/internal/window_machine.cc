@@ -29,14 +29,14 @@ void WindowMachine::check_not_broken() const {
   TORCH_CHECK(phase_ != WindowPhase::kBroken,
               "FullyShardedDataParallel: an earlier step() has failed while ranks wrote the weights, so that "
               "some are those "
-              "before the step and some those behind it; load a checkpoint into a new model");
+              "before the step and some those after it; load a checkpoint into a new model");
 }
 
 void WindowMachine::begin_read() {
   check_not_broken();
   TORCH_CHECK(phase_ == WindowPhase::kReading,
               "FullyShardedDataParallel: the weights can't be read while step() writes them; forward, "
-              "backward and state dicts belong before or behind step()");
+              "backward and state dicts belong before or after step()");
   ++readers_;
 }
 
@@ -50,7 +50,7 @@ void WindowMachine::enter() {
   TORCH_CHECK(phase_ == WindowPhase::kReading, "FullyShardedDataParallel: step() within step()");
   TORCH_CHECK(readers_ == 0,
               "FullyShardedDataParallel: step() while a forward, backward or summon_full_params() is under "
-              "way, or behind a backward that has failed; the weights that it reads would change");
+              "way, or after a backward that has failed; the weights that it reads would change");
   phase_ = WindowPhase::kEntering;
 }
 

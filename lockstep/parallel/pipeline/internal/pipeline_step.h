@@ -43,7 +43,7 @@ class PipelineStep {
     bool is_whole = false;                // backward is not split
     int64_t bytes = 0;
   };
-  /// A tensor of the caller's that requires a gradient. Micro-batches share the graph behind it, so that must run once: their
+  /// A tensor of the caller's that requires a gradient. Micro-batches share its graph, which must run once: their
   /// parts are leaves, and their gradients go into it together.
   struct Given {
     int64_t stage;

@@ -42,7 +42,7 @@ void look_at(const at::Tensor& tensor, std::unique_ptr<UsesOfOperator>& uses) {
   if (data.get_deleter() != &release_watched) return;
   const auto* const watched = static_cast<const Watched*>(data.get_context());
   auto listener = watched->slot->listener.lock();
-  const size_t unit = watched->unit;  // the storage has other data behind before_use()
+  const size_t unit = watched->unit;  // the storage has other data after before_use()
   if (listener == nullptr || !listener->before_use(unit)) return;
   if (uses == nullptr) uses = std::make_unique<UsesOfOperator>();
   uses->uses.emplace_back(std::move(listener), unit);

@@ -15,7 +15,7 @@ GatherSchedule::GatherSchedule(size_t units, size_t most, bool forward_prefetch,
 
 GatherSchedule::Steps GatherSchedule::begin(GatherPass pass, bool keeps_all) {
   Steps steps;
-  prefetch_behind_gradients(steps);
+  prefetch_after_gradients(steps);
   if (pass == GatherPass::kForward) in_forward_ = true;
   Order& begun = pass == GatherPass::kForward ? forward_ : backward_;
   begun.now.clear();
@@ -28,7 +28,7 @@ GatherSchedule::Steps GatherSchedule::begin(GatherPass pass, bool keeps_all) {
 
 GatherSchedule::Steps GatherSchedule::end(GatherPass pass) {
   Steps steps;
-  prefetch_behind_gradients(steps);
+  prefetch_after_gradients(steps);
   Order& ended = pass == GatherPass::kForward ? forward_ : backward_;
   ended.last = std::exchange(ended.now, {});
   if (pass == GatherPass::kForward) in_forward_ = false;
@@ -42,7 +42,7 @@ GatherSchedule::Steps GatherSchedule::use(size_t unit) {
   const bool counts_as_whole = used.phase == UnitPhase::kWhole || used.phase == UnitPhase::kFreedEarly;
   const bool goes_on = current_ == unit && counts_as_whole;
   Steps steps;
-  if (!goes_on) prefetch_behind_gradients(steps);
+  if (!goes_on) prefetch_after_gradients(steps);
   ++used.users;
   used.last_use = ++uses_;
   if (used.phase == UnitPhase::kFreedEarly) {
@@ -69,7 +69,7 @@ GatherSchedule::Steps GatherSchedule::gradients_are_complete(size_t unit, bool m
     steps.push_back({GatherStep::Kind::kFree, unit});
     done.phase = UnitPhase::kFreedEarly;
   }
-  prefetch_behind_gradients(steps);
+  prefetch_after_gradients(steps);
   return steps;
 }
 
@@ -96,7 +96,7 @@ void GatherSchedule::prefetch(Steps& steps) {
 }
 
 /// BACKWARD_POST; at the latest before backward goes on with another unit or ends, for a rank may lack the gradients.
-void GatherSchedule::prefetch_behind_gradients(Steps& steps) {
+void GatherSchedule::prefetch_after_gradients(Steps& steps) {
   if (!in_forward_ && backward_prefetch_ == BackwardPrefetch::BACKWARD_POST) prefetch(steps);
 }
 

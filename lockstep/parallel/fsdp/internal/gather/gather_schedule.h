@@ -71,7 +71,7 @@ class GatherSchedule {
   Order& order() { return in_forward_ ? forward_ : backward_; }
   std::optional<size_t> next_after(size_t unit);
   void prefetch(Steps& steps);
-  void prefetch_behind_gradients(Steps& steps);
+  void prefetch_after_gradients(Steps& steps);
   bool make_room(Steps& steps);
   void start(Steps& steps, size_t unit);
   void finish(Steps& steps, size_t unit);

@@ -84,7 +84,7 @@ TEST(GatherSchedule, WhatCameNextIsGatheredEarly) {
   EXPECT_THAT(schedule.free_all(), ElementsAre(free(0), free(1)));
 }
 
-TEST(GatherSchedule, BackwardPostGathersTheNextBehindTheGradients) {
+TEST(GatherSchedule, BackwardPostGathersTheNextAfterTheGradients) {
   GatherSchedule schedule(3, 2, /*forward_prefetch=*/false, BackwardPrefetch::BACKWARD_POST);
   run(schedule, GatherPass::kBackward, {2, 1, 0});
   schedule.free_all();
@@ -96,7 +96,7 @@ TEST(GatherSchedule, BackwardPostGathersTheNextBehindTheGradients) {
   EXPECT_THAT(schedule.free_all(), ElementsAre(finish(0), free(0)));
 }
 
-TEST(GatherSchedule, WhatMayBeUsedAgainStaysBehindItsGradients) {
+TEST(GatherSchedule, WhatMayBeUsedAgainStaysAfterItsGradients) {
   GatherSchedule schedule(3, 2, /*forward_prefetch=*/false, BackwardPrefetch::BACKWARD_POST);
   run(schedule, GatherPass::kBackward, {2, 1, 0});
   schedule.free_all();

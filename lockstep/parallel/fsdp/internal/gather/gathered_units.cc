@@ -154,13 +154,13 @@ bool GatheredUnits::before_use(size_t unit) noexcept {
 void GatheredUnits::gradients_are_complete(size_t weight) {
   rethrow_failure();  // before the reductions that it has made fail
   if (graph_task_ == kNoTask) return;
-  // A frozen weight may be used behind that, for the gradient of what went in. A rank that lacks a gradient would not
+  // A frozen weight may be used after that, for the gradient of the input. A rank that lacks a gradient would not
   // gather again.
   const size_t unit = weights_.unit_of(weight);
   run(schedule_.gradients_are_complete(unit, weights_.has_frozen(unit)));
 }
 
-/// Not behind a backward without reduction: another forward is to come before the weights change, which has them still.
+/// Not after a backward without reduction: another forward comes before the weights change, and still has them.
 void GatheredUnits::gradients_are_reduced() {
   if (keeps_all_) run(schedule_.free_all());
 }

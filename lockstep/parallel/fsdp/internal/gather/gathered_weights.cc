@@ -44,7 +44,7 @@ uint32_t version_of(const at::Tensor& tensor) {
 
 std::string text_of_freed(const std::string& name) {
   return "FullyShardedDataParallel: parameter '" + name +
-         "' has no values here: ranks gather them in forward() and backward(), and free them behind; "
+         "' has no values here: ranks gather them in forward() and backward(), and free them afterwards; "
          "summon_full_params() and full_state_dict() have them";
 }
 
