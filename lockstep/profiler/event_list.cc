@@ -152,7 +152,7 @@ double sort_value(const FunctionEventAvg& event, std::string by) {
   TORCH_CHECK_VALUE(
       false, "sort_by is '", by,
       "'; it takes count, and cpu_time, device_time, cpu_memory_usage, device_memory_usage with "
-      "what torch puts before and behind them: self_cpu_time_total");
+      "what torch puts before and after them: self_cpu_time_total");
 }
 
 /// Columns of fixed widths, as Python's str.format() fills them.

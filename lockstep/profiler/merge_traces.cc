@@ -184,7 +184,7 @@ void add_arrow(const MergePlan& plan, size_t cause, size_t effect, int64_t id, M
 }
 
 void add_arrows(const MergePlan& plan, MergedTrace& out, MergeReport& report) {
-  int64_t id = static_cast<int64_t>(plan.files.size()) << 32;  // behind those of all files
+  int64_t id = static_cast<int64_t>(plan.files.size()) << 32;  // after those of all files
   for (const OperationParts& parts : plan.matched) {
     ++(parts.point_to_point ? report.messages : report.collectives);
     for (const auto& [cause, effect] : internal::causes_of(parts, plan.operations, plan.clocks)) {

@@ -45,7 +45,7 @@ bool has_cuda() {
 
 using nlohmann::ordered_json;
 
-/// As torch writes it. With line breaks and a blank behind each colon, for HTA looks for `"rank": 0` with a blank.
+/// As torch writes it. With line breaks and a blank after each colon, for HTA looks for `"rank": 0` with a blank.
 std::string distributed_info(const WorldDefaults& world, const std::vector<flight::ObservedGroup>& groups) {
   std::vector<int> all(static_cast<size_t>(world.world_size));
   for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int>(i);

@@ -28,7 +28,7 @@ std::set<ProfilerActivity> supported_activities();
 using TraceHandler = std::function<void(Profiler&)>;
 
 /// Writes each cycle's trace into the directory, which is made: DIR/WORKER.NANOSECONDS.pt.trace.json, with use_gzip and .gz
-/// behind it. TensorBoard with the plug-in torch-tb-profiler reads it, and so does `lockstep inspect trace`. The worker's
+/// after it. TensorBoard with the plug-in torch-tb-profiler reads it, and so does `lockstep inspect trace`. The worker's
 /// name is HOST_PID unless told; each rank needs one of its own. torch.profiler.tensorboard_trace_handler.
 TraceHandler tensorboard_trace_handler(std::string dir_name, std::string worker_name = {},
                                        bool use_gzip = false);

@@ -174,7 +174,7 @@ TEST(Profiler, TheTraceHasOperationsOfAllThreads) {
   profile.export_chrome_trace(folder.path("trace.json"));
   const json trace = read(folder.path("trace.json"));
   const auto operations = events_named(trace, "lockstep:all_reduce");
-  ASSERT_EQ(operations.size(), 2) << "and not the one behind the end";
+  ASSERT_EQ(operations.size(), 2) << "and not the one after the end";
   const json& arguments = operations[0]["args"];
   EXPECT_EQ(arguments["Seq"], 41);
   EXPECT_EQ(arguments["Process Group Name"], "pair");

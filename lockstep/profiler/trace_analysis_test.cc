@@ -39,9 +39,9 @@ struct Plan {
   int64_t idle = 5;
 };
 
-/// Two ranks of equal steps, each: data, forward, backward with a reduction beside its second half that goes on behind it,
-/// optimizer, nothing. A slower forward of a rank lets the others wait. `apart`: so many steps later each rank has begun to
-/// record than the one before.
+/// Two ranks of equal steps, each: data, forward, backward with a reduction beside its second half that goes on after it,
+/// optimizer, nothing. A slower forward of a rank lets the others wait. `apart`: how many steps later than the rank before
+/// it each rank has begun to record.
 void write_run(const TemporaryFolder& folder, const std::string& below, const Plan& plan, int64_t slower = 0,
                int64_t ranks = 2, int64_t steps = 3, int64_t apart = 0) {
   for (int64_t rank = 0; rank < ranks; ++rank) {
@@ -59,7 +59,7 @@ void write_run(const TemporaryFolder& folder, const std::string& below, const Pl
       const int64_t backward = pass(plan.backward);
       trace.add_operator("autograd::engine::evaluate_function: MmBackward0", backward, at);
       trace.add_operator("aten::mm", backward, at);
-      // All have begun it when the slower rank has; it ends 10 ms behind that one's backward.
+      // All have begun it when the slower rank has; it ends 10 ms after that one's backward.
       const int64_t end = at + (rank == 1 ? 0 : slower * kMs) + 10 * kMs;
       trace.add_collective("all_reduce", step + 1 + rank * apart, backward + plan.backward * kMs / 2, end);
       at = end;

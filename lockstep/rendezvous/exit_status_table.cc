@@ -79,7 +79,7 @@ struct ExitStatusTable::Layout {
 
   using Culprit = std::atomic<uint32_t>;  // 0: none, its local rank + 1, or kFar | its rank in the job
 
-  /// The workers write on whole pages of their own, behind the entries: one word and one wait each.
+  /// The workers write on whole pages of their own, after the entries: one word and one wait each.
   static size_t culprits_at(uint64_t count) {
     const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
     return (sizeof(Layout) + count * sizeof(Worker) + page - 1) / page * page;
@@ -140,7 +140,7 @@ std::optional<ExitStatusTable> ExitStatusTable::from_environment() {
 
   struct stat status = {};
   if (::fstat(fd, &status) != 0 || !S_ISREG(status.st_mode) || status.st_ino != inode) return std::nullopt;
-  // Only a memory file answers F_GET_SEALS; with the seal its size can't change behind our mapping.
+  // Only a memory file answers F_GET_SEALS; with the seal its size can't change under our mapping.
   const int seals = ::fcntl(fd, F_GET_SEALS);
   const auto bytes = static_cast<size_t>(status.st_size);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || bytes < Layout::bytes_for(1)) return std::nullopt;

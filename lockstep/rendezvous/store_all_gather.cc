@@ -174,7 +174,7 @@ class StoreAllGather {
     }
   }
 
-  /// Behind a failure. What this rank throws is known already: an error here would only hide it. A further
+  /// After a failure. What this rank throws is known already: an error here would only hide it. A further
   /// interruption ends the wait.
   void tell_and_keep_store() {
     if (store_.lost()) return;
@@ -193,7 +193,7 @@ class StoreAllGather {
       store_.set(at("who", rank_), mine);
       return;
     }
-    // The first one's name may be a moment behind its claim; the message does not wait for it.
+    // The first one's name may come a moment after its claim; the message does not wait for it.
     const std::string other = store_.check(at("who", rank_)) ? store_.get(at("who", rank_)) : "";
     auto conflict =
         c10::str("rank ", rank_, " of ", world_size_, " is claimed twice, by ", name_process(other),
@@ -276,7 +276,7 @@ class StoreAllGather {
     ProcessWatch watch;
   };
 
-  /// Each rank is watched by the one before it that lives: this one looks at those behind it, up to the first
+  /// Each rank is watched by the one before it that lives: this one looks at those after it, up to the first
   /// that has come and lives. "rank 2 (pid 42) killed by signal 9 (SIGKILL)"
   std::optional<std::string> find_end() {
     for (int step = 1; step < world_size_; ++step) {

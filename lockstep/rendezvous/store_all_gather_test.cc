@@ -166,7 +166,7 @@ TEST(StoreAllGather, RankThatGaveUpDoesNotCountAsEnded) {
   for (const auto& result : run(store, {0, 1}, 2, 60s)) EXPECT_EQ(result, "x0|x1|");
 }
 
-TEST(StoreAllGather, ATimeoutBehindAnEarlierOneIsThatOfAllRanks) {
+TEST(StoreAllGather, ATimeoutAfterAnEarlierOneIsThatOfAllRanks) {
   c10d::HashStore store;
   for (int rank : {1, 2}) {
     store.set("earlier/who/" + std::to_string(rank), bytes_of(this_process().to_string()));

@@ -126,7 +126,7 @@ void ZipDirectory::read_entries(uint64_t offset, uint64_t size, uint64_t count) 
     LOCKSTEP_CHECK_FILE(entries_.emplace(name, entry).second, source_.name(), " has '", name, "' twice");
     rest.remove_prefix(total);
   }
-  LOCKSTEP_CHECK_FILE(rest.empty(), source_.name(), " is damaged: its zip directory goes on behind its end");
+  LOCKSTEP_CHECK_FILE(rest.empty(), source_.name(), " is damaged: its zip directory goes on past its end");
 }
 
 /// Bytes belong to one entry, so that reading all of them takes no more memory than the file has bytes.

@@ -225,7 +225,7 @@ void prepare_kineto(const KinetoOptions& options) {
 void start_kineto(const KinetoOptions& options) {
   torch::autograd::profiler::enableProfiler(config_of(options), activities_of(options));
   thread_local const EndOfThread
-      end_of_thread;  // made behind what torch has in the thread, so it goes before
+      end_of_thread;  // made after what torch has in the thread, so it is destroyed before
   records_here = true;
   records_somewhere.get() = true;
 }
@@ -233,7 +233,7 @@ void start_kineto(const KinetoOptions& options) {
 std::unique_ptr<KinetoTrace> stop_kineto() {
   TORCH_CHECK(std::exchange(records_here, false),
               "Profiler: what it recorded is lost, for it was ended in another thread than it was begun in, "
-              "or behind "
+              "or after "
               "that thread's end, as by exit(); call start(), step() and stop() in one thread");
   records_somewhere.get() = false;
   return std::make_unique<KinetoTraceOfProcess>(torch::autograd::profiler::disableProfiler());

@@ -24,7 +24,7 @@ using nlohmann::ordered_json;
 /// Rows of group operations are no threads; Linux has no thread with such a number.
 constexpr int64_t kFirstLane = 1'000'000'000;
 
-/// Events as text, each with a comma behind it.
+/// Events as text, each followed by a comma.
 class EventWriter {
  public:
   explicit EventWriter(int64_t base_ns) : base_ns_(base_ns) {}

@@ -184,9 +184,9 @@ class Gatherer {
   }
 
   bool in_a_step(int64_t at) const {
-    const auto behind = std::partition_point(file_.steps.begin(), file_.steps.end(),
-                                             [&](const StepProfile& step) { return step.span.begin <= at; });
-    return behind != file_.steps.begin() && at < std::prev(behind)->span.end;
+    const auto next = std::partition_point(file_.steps.begin(), file_.steps.end(),
+                                           [&](const StepProfile& step) { return step.span.begin <= at; });
+    return next != file_.steps.begin() && at < std::prev(next)->span.end;
   }
 
   /// Thread by thread: what lies within an operator is no time of its own.
@@ -216,10 +216,10 @@ class Gatherer {
 
   /// What the thread does, whatever communicates beside it.
   Phase phase_at(int64_t at) const {
-    const auto behind = std::partition_point(segments_.begin(), segments_.end(),
-                                             [&](const auto& segment) { return segment.first.begin <= at; });
-    if (behind == segments_.begin() || std::prev(behind)->first.end <= at) return Phase::kIdle;
-    return std::prev(behind)->second;
+    const auto next = std::partition_point(segments_.begin(), segments_.end(),
+                                           [&](const auto& segment) { return segment.first.begin <= at; });
+    if (next == segments_.begin() || std::prev(next)->first.end <= at) return Phase::kIdle;
+    return std::prev(next)->second;
   }
 
   /// Whether a part of the phase, or a step where there is no phase, begins within the block's life.

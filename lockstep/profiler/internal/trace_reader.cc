@@ -92,7 +92,7 @@ int TraceReader::get_token() {
   return c;
 }
 
-/// The text of a value whose first character was read; nothing behind it is.
+/// The text of a value whose first character was read; nothing after the value is read.
 std::string TraceReader::read_value(int first) {
   std::string text(1, static_cast<char>(first));
   const bool nested = first == '{' || first == '[';
@@ -245,7 +245,7 @@ std::vector<std::string> trace_files(const std::string& directory) {
     if (is_called_like_a_trace(entry->path())) paths.push_back(entry->path());
   }
   TORCH_CHECK_VALUE(!error, directory, " can't be read: ", error.message());
-  // A process's own name for a file that is being written has further words behind these.
+  // A process's own name for a file that is being written has further words after these.
   std::erase_if(paths, [](const std::string& path) { return path.ends_with(".kineto.json"); });
   TORCH_CHECK_VALUE(!paths.empty(), directory,
                     " has no traces: files like HOST_PID.NANOSECONDS.pt.trace.json, as LOCKSTEP_PROFILE and "

@@ -41,7 +41,7 @@ class TraceReader {
   bool over_ = false;
 };
 
-/// Whose trace it is, as far as the header tells, and operations behind it.
+/// Whose trace it is, as far as the header and the operations after it tell.
 struct TraceOrigin {
   int64_t rank = -1;  // -1: not told
   int64_t world_size = -1;

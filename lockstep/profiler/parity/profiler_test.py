@@ -57,7 +57,7 @@ class Model:
             hidden = torch.relu(torch.conv2d(self.images, self.filters, self.bias, 1, 1))
             output = torch.nn.functional.linear(hidden.flatten(1), self.weight)
             loss = torch.nn.functional.cross_entropy(output, self.labels)
-            # What loss.backward() calls behind operators of its own.
+            # What loss.backward() calls after operators of its own.
             torch.autograd.Variable._execution_engine.run_backward(
                 (loss,), (self.one,), False, False, (), allow_unreachable=True, accumulate_grad=True
             )

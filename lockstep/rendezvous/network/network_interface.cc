@@ -116,7 +116,7 @@ Pattern parse_item(const InterfaceWish& wish, const std::string& item, bool exac
   const auto bits = parse_number<int>(std::string_view(item).substr(slash + 1));
   if (!bits || *bits < 0 || *bits > network->count) {
     refuse_item(wish, "'" + item + "' has no number from 0 to " + std::to_string(network->count) +
-                          " behind its slash");
+                          " after its slash");
   }
   pattern.prefix_bits = *bits;
   return pattern;

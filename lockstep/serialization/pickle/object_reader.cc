@@ -145,7 +145,7 @@ void ObjectReader::push_encoded(const std::vector<Slot>& arguments) {
 }
 
 /// Arguments: storage, offset, sizes, strides, requires_grad, hooks, with v3 the dtype; perhaps metadata
-/// behind these `count`.
+/// after these `count`.
 void ObjectReader::push_tensor(const std::vector<Slot>& arguments, size_t count) {
   if (arguments.size() != count && arguments.size() != count + 1) fail("a tensor of unknown form");
   if (arguments[0].kind != Slot::Kind::kStorage) fail("a tensor without its storage");

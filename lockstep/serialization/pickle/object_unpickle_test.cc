@@ -169,7 +169,7 @@ TEST(ObjectUnpickle, RefusesTensorsThatDoNotFitIntoTheirStorage) {
 }
 
 TEST(ObjectUnpickle, ReadsLazyViews) {
-  // The dict of the metadata lies behind that of the hooks.
+  // The dict of the metadata comes after that of the hooks.
   const auto with_metadata = [](const at::Tensor& tensor, const std::string& metadata) {
     const std::string bytes = pickle_object(tensor);
     const size_t hooks = bytes.find("OrderedDict");
