@@ -7,7 +7,7 @@
 namespace lockstep::testing {
 namespace {
 
-// What parsers get wrong: the ends of ranges, the number behind each, and what delimits.
+// What parsers get wrong: the ends of ranges, the number after each, and delimiters.
 constexpr std::array<uint8_t, 24> kBytes = {0x00, 0x01, 0x7f, 0x80, 0xff, 0xfe, ' ',  '\n',
                                             '\t', ',',  ':',  '-',  '+',  '.',  '\\', '"',
                                             '\'', '[',  ']',  '{',  '}',  '0',  '9',  '/'};

@@ -166,7 +166,7 @@ Request receive_request(int socket, std::vector<int>& descriptors) {
   return Request::read(std::string_view(bytes.data(), static_cast<size_t>(got)));
 }
 
-/// In the new process: as launch/worker_process.cc leaves one behind execve.
+/// In the new process: gives it the state that one of launch/worker_process.cc has after execve.
 void become_rank(const Request& request, const std::vector<int>& descriptors, pid_t test_program) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != test_program) ::_exit(127);

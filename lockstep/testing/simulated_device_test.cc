@@ -45,7 +45,7 @@ TEST_F(SimulatedDevice, IsTorchsAccelerator) {
   EXPECT_THROW(torch::ones({2}, c10::Device(c10::kPrivateUse1, 2)), c10::Error);
 }
 
-TEST_F(SimulatedDevice, CopiesOfPinnedMemoryRunBehindTheStream) {
+TEST_F(SimulatedDevice, CopiesOfPinnedMemoryRunInTheStream) {
   auto source = pinned({1, 2, 3});
   auto result = pinned({7, 7, 7});
   auto on_device = torch::zeros({3}, device_);
@@ -192,9 +192,9 @@ TEST_F(SimulatedDevice, CopiesBetweenDevicesAreOrderedOnBoth) {
   enqueue(current_stream(device_), [&] { gate.wait(); });
   source.copy_(pinned({3, 4}), /*non_blocking=*/true);
   destination.copy_(source);
-  auto behind = destination.clone();
+  auto copied_after = destination.clone();
   gate.open();
-  EXPECT_EQ(values_of(behind), (std::vector<float>{3, 4}));
+  EXPECT_EQ(values_of(copied_after), (std::vector<float>{3, 4}));
 }
 
 TEST_F(SimulatedDevice, RunsOutOfMemory) {

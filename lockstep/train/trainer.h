@@ -243,7 +243,7 @@ class Trainer final : public TrainerCore {
       do {
         batches_.begin_step();
         steps_before = step();
-        plan = out_of_steps() ? look_behind_last_step() : train_step();
+        plan = out_of_steps() ? look_past_last_step() : train_step();
       } while (plan.samples > 0 && !plan.stop && epoch_phase_ == EpochPhase::kSteps);
     } catch (...) {
       batches_.end();
@@ -262,14 +262,14 @@ class Trainer final : public TrainerCore {
 
   /// The last of max_steps is the epoch's last one where no rank has another batch. A loader that can't be given
   /// a batch back is not asked for one.
-  StepPlan look_behind_last_step() {
+  StepPlan look_past_last_step() {
     bool has_batch = !loader_progress_.ended;
     if constexpr (train::StepBatches<Loader>::kResumes) {
       // The steps are done: what comes after them must not fail the training, nor leave the other ranks waiting.
       try {
         has_batch = batches_.next() != nullptr;
       } catch (...) {
-        warn_of_batch_behind_last_step();
+        warn_of_batch_after_last_step();
       }
       if (!has_batch) loader_progress_.unseen_batches = 0;
     }

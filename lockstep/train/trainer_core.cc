@@ -347,9 +347,9 @@ TrainerCore::StepPlan TrainerCore::cut_epoch(bool has_batch) {
   return plan;
 }
 
-void TrainerCore::warn_of_batch_behind_last_step() const {
+void TrainerCore::warn_of_batch_after_last_step() const {
   LOCKSTEP_LOG(kWarning)
-      << "Trainer: max_steps are done, and the loader has failed to make the batch behind them, so epoch "
+      << "Trainer: max_steps are done, and the loader has failed to make the batch after them, so epoch "
       << epoch_ + 1 << " counts as not ended: " << text_of(std::current_exception());
 }
 

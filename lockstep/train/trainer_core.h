@@ -149,7 +149,7 @@ class TrainerCore {
   /// Collective.
   StepPlan cut_epoch(bool has_batch);
   /// Tells of the exception that is handled now.
-  void warn_of_batch_behind_last_step() const;
+  void warn_of_batch_after_last_step() const;
   bool out_of_steps() const;
   void note_epoch();
   bool validation_due() const;

@@ -75,7 +75,7 @@ TEST(Trainer, DrawsTheSameNumbersWhenItWasStopped) {
   EXPECT_TRUE(equal(job.weights(), expected));
 }
 
-TEST(Trainer, DrawsTheSameNumbersBehindMaxSteps) {
+TEST(Trainer, DrawsTheSameNumbersAfterMaxSteps) {
   const auto expected = undisturbed();
   for (const int64_t max_steps : {2, 3, 4}) {  // of three an epoch
     const TemporaryFolder folder;
@@ -93,7 +93,7 @@ TEST(Trainer, DrawsTheSameNumbersBehindMaxSteps) {
   }
 }
 
-TEST(Trainer, BehindAFailureTheEpochGoesOn) {
+TEST(Trainer, AfterAFailureTheEpochGoesOn) {
   const auto expected = undisturbed();
   int64_t failures = 0;
   const auto fail_once_at = [&](int64_t step) {

@@ -182,7 +182,7 @@ TEST(Trainer, AProfileShowsTheThreadsThatWrite) {
   });
 }
 
-TEST(Trainer, StepsBehindTheLogsLastLineAreLoggedAtTheEnd) {
+TEST(Trainer, StepsAfterTheLogsLastLineAreLoggedAtTheEnd) {
   testing::run_ranks(2, [](int rank) {
     auto world = init_process_group();
     using Steps = std::vector<int64_t>;

@@ -57,7 +57,7 @@ TEST(Trainer, StepsThatEndWithAnEpochEndIt) {
       EXPECT_EQ(longer.trainer.step(), 6);
       EXPECT_EQ(longer.trainer.epoch(), 2);
     }
-    // Stopped behind the last step, its validation is still to come.
+    // Stopped after the last step, its validation is still to come.
     const CheckpointManagerOptions checkpoint{.directory = folder.path() / "stopped", .every_epochs = 1};
     UnevenJob stopped(checkpoint, /*stop_after=*/3, /*max_steps=*/3);
     stopped.trainer.train();
@@ -114,7 +114,7 @@ struct Spoilt {
   }
 };
 
-TEST(Trainer, ABatchBehindTheLastStepFailsNoTraining) {
+TEST(Trainer, ABatchAfterTheLastStepFailsNoTraining) {
   const SharedFolder folder;
   const auto body = [&](int rank) {
     auto world = init_process_group();
@@ -161,7 +161,7 @@ struct Stream {
   int64_t made = 0;
 };
 
-TEST(Trainer, ALoaderThatTakesNoBatchBackIsNotAskedForOneBehindTheLastStep) {
+TEST(Trainer, ALoaderThatTakesNoBatchBackIsNotAskedForOneAfterTheLastStep) {
   auto world = init_process_group({.rank = 0, .world_size = 1});
   DistributedDataParallel model(std::make_shared<SmallNet>());
   torch::optim::SGD optimizer(model.parameters(), 0.1);

@@ -267,7 +267,7 @@ TEST(GroupChannel, ATimeoutNamesTheRankForWhichTheOtherHostWaits) {
   });
 }
 
-TEST(GroupChannel, AnAbortBehindTheFailureOfAnotherHostKeepsItsCause) {
+TEST(GroupChannel, AnAbortAfterTheFailureOfAnotherHostKeepsItsCause) {
   std::barrier one_has_failed(2);
   on_hosts({0, 0, 1}, [&](GroupChannel& channel) {
     if (channel.rank() == 0) one_has_failed.arrive_and_wait();

@@ -53,7 +53,7 @@ HostsLink::~HostsLink() {
   cancel_requests();
   leave();
   transport_->remove_listener(own_number_, failure_message_);
-  // The wire rings this rank's bell behind a request that is done: not any more after this.
+  // The wire rings this rank's bell after a request is done: it no longer does once this is cancelled.
   if (last_) transport_->wire().cancel(last_);
 }
 

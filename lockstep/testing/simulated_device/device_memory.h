@@ -14,7 +14,7 @@
 namespace lockstep::testing::simulated {
 
 /// The memory of all simulated devices: torch's allocator for them. Each device's addresses are a range of
-/// their own, which no thread may touch; the memory itself lies behind that range, at host_address().
+/// their own, which no thread may touch; the memory itself lies after that range, at host_address().
 /// Thread-safe.
 ///
 /// A freed block is filled with NaN and offered again when the stream that it was allocated on, and those of

@@ -192,7 +192,7 @@ void HostTransport::hear_loss(int rank, const std::string& reason) {
   peer.life->end(peer.own_fault.empty() ? PeerState::kEnded : PeerState::kOwnFault);
 }
 
-/// Of one whose next control message this process could not receive: those behind it could not be told from it.
+/// Of one whose next control message this process could not receive: it could not tell the following ones from it.
 void HostTransport::lose_by_own_fault(int rank) {
   {
     std::lock_guard lock(segments_mutex_);

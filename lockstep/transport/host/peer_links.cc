@@ -83,7 +83,7 @@ void check_same_generation(const std::vector<PeerAddress>& addresses) {
 
 /// Makes the links of one rank; the state of the handshake lives here. All peers' processes are watched,
 /// linked or not. A peer that closes its connection may have done so because a third has ended, and the
-/// process of one that is killed ends a moment behind its sockets: so its end, or what the ranks have
+/// process of one that is killed ends a moment after its sockets: so its end, or what the ranks have
 /// decided, is waited for before it is named as the cause.
 class Handshake {
  public:
@@ -116,7 +116,7 @@ class Handshake {
     return std::move(links_);
   }
 
-  // For waits behind run():
+  // For waits after run():
   /// Throws when a process has ended.
   void check_processes() const {
     for (size_t peer = 0; peer < watches_.size(); ++peer) {
@@ -343,7 +343,7 @@ std::vector<PeerLink> connect_peers(c10d::Store& store, int rank, int world_size
   UniqueFd listener = listen_local(mine.socket_name, world_size);
 
   const std::string key = "lockstep/host";
-  // Behind the address the wire's, of any bytes.
+  // The wire's address, of any bytes, follows this one.
   const bool spans_hosts = !others.host_of.empty();
   std::string own_text = mine.to_string();
   if (spans_hosts) {

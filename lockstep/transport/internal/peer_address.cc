@@ -11,7 +11,7 @@
 namespace lockstep::transport::internal {
 namespace {
 
-// An abstract name stands behind a zero byte.
+// An abstract name follows a zero byte.
 constexpr size_t kLongestSocketName = sizeof(sockaddr_un::sun_path) - 2;
 
 /// Takes the text up to the next space off `rest`; empty if there is none.

@@ -48,8 +48,8 @@ class Wire::Living {
   std::set<Wire*> wires_;
 };
 
-/// Behind the handlers of exit(3) and the destructors of static objects, which may end groups, and before UCX's libraries,
-/// which came later and do not need this one. A library that does, and comes behind UCX, turns that order round.
+/// Runs after the handlers of exit(3) and the destructors of static objects, which may end groups, and before UCX's
+/// libraries end, which came later and do not need this one. A library that does, and comes after UCX, reverses that order.
 void Wire::Living::leave_to_exiting_thread() {
   const Deadline deadline = Deadline::after(kLongestCall);
   Living& living = get();

@@ -263,7 +263,7 @@ std::byte* HostChannel::scratch(size_t bytes) {
     scratch_ = nullptr;
     scratch_ = arena.allocate(bytes);
     scratch_bytes_ = bytes;
-    // Release; readers load it behind an await of a flag that this rank publishes later.
+    // Release; readers load it after they have awaited a flag that this rank publishes later.
     block(rank_).scratch.value.store(pack_reference(*arena.find(scratch_, bytes)), std::memory_order_release);
   }
   return scratch_;
@@ -401,7 +401,7 @@ void HostChannel::await(Wait& wait) {
           [&] { wait.before_sleep(); });
     } catch (...) {
       // An interruption (base/process/interrupt.h). It ends the operation for all, unless all flags are set
-      // by now: then this wait is over, and the interruption reaches the caller behind the operation.
+      // by now: then this wait is over, and the interruption reaches the caller after the operation.
       interruption_ = std::current_exception();
       try {
         if (give_up(FailureKind::kAborted, members_->transport_rank(rank_), complete)) return;

@@ -165,8 +165,9 @@ class MessageChannel {
   ChannelError gone_error(int peer) const;
   /// Why a message failed that its peer had begun to move.
   ChannelError peer_gave_up(const Request& request, const char* doing) const;
-  /// `senders`: of a receive from any rank, those that may still send. `cause`: behind the request's peer, or
-  /// −1; `stopped`: the same rank, or another one, or −1. Both are ranks of the transport.
+  /// `senders`: of a receive from any rank, those that may still send. `cause`: the rank that the request's
+  /// peer waits for, the peer itself, or −1; `stopped`: the same rank, or another one, or −1. Both are ranks
+  /// of the transport.
   ChannelError timeout_error(const Request& request, const std::vector<int>& senders, int cause,
                              int stopped) const;
   /// The transport's rank that is stopped and is a member, or keeps members waiting; or −1.

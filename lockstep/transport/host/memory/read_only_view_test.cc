@@ -47,7 +47,7 @@ TEST(ReadOnlyViewDeathTest, AWriteEndsTheProcessAndNamesWhatLiesThere) {
   EXPECT_DEATH(write_at(view.data()), "has written to parameter 'first.weight'");
 }
 
-TEST(ReadOnlyViewDeathTest, AHandlerOfTheProgramRunsBehindTheNote) {
+TEST(ReadOnlyViewDeathTest, AHandlerOfTheProgramRunsAfterTheNote) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_EXIT(
       {
