@@ -2,7 +2,7 @@
 //
 //     lockstep run --nproc-per-node 2 bench_collectives all_reduce 26214400 100 5
 //
-// Operations: those of kOperations below, on plain tensors; with _arena behind the name on tensors in shared
+// Operations: those of kOperations below, on plain tensors; with _arena after the name on tensors in shared
 // memory (lockstep::empty_shared), with _bf16 or _int8 in so few bits between hosts; barrier, whose argument is
 // 0; and all_reduce_latency, which times one call of many in a row. The argument is the number of bytes on the
 // larger side of a rank: of all outputs together for a gather, of all inputs for a scatter, of the message for

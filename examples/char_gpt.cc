@@ -162,7 +162,7 @@ struct Training {
   /// Adds to the gradients, and gives the loss; 0 on ranks of a pipeline that don't know it.
   std::function<Tensor(const lockstep::data::Example& batch)> compute_gradients;
   std::function<Tensor(double max_norm)> clip_grad_norm_;
-  /// The scores of the character behind a text of one row.
+  /// The scores of the character that follows a text of one row.
   std::function<Tensor(const Tensor& text)> score_next;
   bool all_ranks_score;  // for each has a part of the model
 };

@@ -140,7 +140,7 @@ int main(int argc, char** argv) try {
   app.add_option("--batch-size", settings.batch_size, "samples a step on each rank")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  app.add_option("--every-steps", settings.every_steps, "save behind each of so many steps")
+  app.add_option("--every-steps", settings.every_steps, "save every so many steps")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   app.add_option("--step-milliseconds", settings.step_milliseconds, "how much longer to make a step")

@@ -51,7 +51,7 @@ def test_select_cpp(text, selected):
 
 
 def hosts_tests():
-    """(room, pattern) of all that rooms name behind HOSTS_TESTS."""
+    """(room, pattern) of all that rooms name after HOSTS_TESTS."""
     for path in (ROOT / "lockstep").rglob("CMakeLists.txt"):
         text = re.sub(r"#.*", "", path.read_text())
         for words in re.findall(r"\bHOSTS_TESTS\s((?:(?![A-Z_]+\s)[^)])*)", text):

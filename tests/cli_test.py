@@ -170,7 +170,7 @@ def test_auto_counts_the_cores_that_may_be_used(programs, word):
     assert done.stdout.splitlines()[-1].endswith(str(cores))
 
 
-def test_options_behind_the_program_belong_to_it(programs):
+def test_options_after_the_program_belong_to_it(programs):
     done = programs.run("lockstep", "run", "echo", "--nproc-per-node", "7", "--help", "--", "-x")
     assert done.status == 0 and done.stdout == "--nproc-per-node 7 --help -- -x\n", done.text
 

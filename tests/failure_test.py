@@ -161,7 +161,7 @@ def test_without_a_launcher_a_rank_that_ends_unseen_is_named_with_its_status(pro
     assert victim.finish().status == 5
 
 
-def test_records_are_told_once_and_behind_the_cause(programs):
+def test_records_are_told_once_and_after_the_cause(programs):
     variables = {"VICTIM": 1, "FAILPOINT": "announce=error(no such thing)@5"}
     driver = [programs.find("meeting_driver"), "--forever"]
     done = programs.lockstep_run(2, "sh", "-c", ARM, "sh", *driver, **variables)

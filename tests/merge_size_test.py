@@ -30,7 +30,7 @@ def operators(begin):
 
 
 def operation(rank, number):
-    """The last rank comes last, 100 us behind the first one."""
+    """The last rank comes last, 100 us after the first one."""
     begin = number * OPERATION_US + 100.0 * rank / RANKS
     arguments = {
         "Collective name": "all_reduce", "Process Group Key": "default", "Rank": rank, "Seq": number, "Is P2P": False,
@@ -82,5 +82,5 @@ def test_64_ranks_of_100_mb_each_are_merged_within_4_gib(programs, tmp_path):
         while chunk := file.read(1 << 24):
             unpacked += len(chunk)
             last = chunk
-    # It is written without the spaces behind commas and colons, of which a fifteenth of these files consists.
+    # It is written without the spaces after commas and colons, of which a fifteenth of these files consists.
     assert unpacked > 0.9 * RANKS * TRACE_BYTES and last.rstrip().endswith(b"]}")

@@ -200,11 +200,11 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_tables_are_whole(page):
-    """Behind an empty line the rows of a table are text."""
+    """After an empty line the rows of a table are text."""
     lines = re.sub(r"^```[\s\S]*?^```$", "", page.read_text(), flags=re.M).splitlines()
-    for before, line, behind in zip(["", *lines], lines, [*lines[1:], ""]):
+    for before, line, after in zip(["", *lines], lines, [*lines[1:], ""]):
         if line.startswith("|") and not before.startswith("|"):
-            assert re.fullmatch(r"\|[ :|-]+\|", behind.strip()), f"{page.name}: a row without a table: {line}"
+            assert re.fullmatch(r"\|[ :|-]+\|", after.strip()), f"{page.name}: a row without a table: {line}"
 
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(REPOSITORY)))

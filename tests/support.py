@@ -142,7 +142,7 @@ class Programs:
         return str(built) if "/" not in str(word) and built.is_file() else str(word)
 
     def start(self, *command, **variables) -> Child:
-        """Starts the command; words that name programs of the build become their paths, but not behind
+        """Starts the command; words that name programs of the build become their paths, but not after
         `lockstep bench` and `lockstep sweep`, some of whose words are names of examples."""
         programs = next((command.index(word) for word in ("bench", "sweep") if word in command), len(command))
         words = [self.find(word) for word in command[:programs]] + [str(word) for word in command[programs:]]
@@ -219,7 +219,7 @@ def unshare(*options):
 
 
 def is_guardian(pid: int) -> bool:
-    """Whether it is the process that ends a launcher's workers behind it."""
+    """Whether it is the process that ends a launcher's workers after the launcher."""
     with contextlib.suppress(OSError):
         return pathlib.Path(f"/proc/{pid}/comm").read_text() == "lockstep-guard\n"
     return False

@@ -23,7 +23,7 @@ import math, sys
 for loss in losses(float(sys.argv[1]), int(sys.argv[2])):
     print("loss:", loss, flush=True)
 """
-# As where the Ctrl-C that ends a sweep has ended `tee` behind it.
+# As where the Ctrl-C that ends a sweep has also ended the `tee` that it writes to.
 WITHOUT_READER = [sys.executable, "-c", """if True:
     import os, signal, sys
     reads, writes = os.pipe()

@@ -52,7 +52,7 @@ def bars_by_thread(events):
 
 
 def overlaps(bars):
-    """Pairs of which one begins within the other and ends behind it."""
+    """Pairs of which one begins within the other and ends after it."""
     found, open_bars = [], []
     for bar in bars:
         while open_bars and open_bars[-1][1] <= bar[0]:

@@ -311,7 +311,7 @@ def soaked(results):
                          *(str(sum(results.series[f"soak.{row}.{name}"]["rounds"])) for name in soak.COUNTS),
                          *(duration(stats.percentile(latencies, percent) if latencies else None)
                            for percent in (50, 90, 99, 100))])
-    return Table("Ranks that fail: what the others were told, and the time until then (of SIGSTOP: until behind the timeout)",
+    return Table("Ranks that fail: what the others were told, and the time until then (for SIGSTOP, from the timeout on)",
                  ["", "rounds", "errors due", "named the rank", "and how", "hung", "bytes changed", "p50", "p90", "p99", "max"],
                  rows)
 

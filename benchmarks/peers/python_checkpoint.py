@@ -4,7 +4,7 @@ By hand: LOCKSTEP_BENCH_CHECKPOINTS=/tmp/x torchrun --nproc-per-node 1 benchmark
     torch_save:nosync 1024 3 1
 
 The operations are torch_save and safetensors_save, :sync and :nosync, and torch_load:plain and safetensors_load:plain. Neither
-library syncs by itself: with :sync the file and its directory are synced behind it, as a careful script would. Loading
+library syncs by itself: with :sync the file and its directory are synced after the save, as a careful script would. Loading
 reads a byte of each page afterwards, for safetensors maps the file and reads nothing by itself.
 """
 

@@ -22,7 +22,7 @@ def folder_of(options, number):
 
 
 def command_of(options, trial, *place):
-    """The job as one types it behind `lockstep run`; `place` as for run_options()."""
+    """The job as one types it after `lockstep run`; `place` as for run_options()."""
     values = {**trial.params, "number": trial.number, "folder": folder_of(options, trial.number)}
     return [*run_options(options, *place), "--", *fill(options.program, values)]
 

@@ -35,7 +35,7 @@ examples:
 docs/sweep.md is the guide."""
 
 
-HINT = "; the program stands behind --"
+HINT = "; the program comes after --"
 
 
 class Misuse(Exception):
@@ -168,7 +168,7 @@ def _check(options):
     if missing:
         raise Misuse(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
     if not options.program:
-        raise Misuse("there is no program; it stands behind --")
+        raise Misuse("there is no program; it comes after --")
     options.folder = pathlib.Path(options.folder).absolute()
     options.storage = _absolute(options.storage)
     options.space = {name: _distribution(name, form) for name, form in options.param}

@@ -28,7 +28,7 @@ def run_cuda(rank, world):
     tensor = torch.full((100_000,), rank + 1.0, device="cuda")
     work = dist.all_reduce(tensor, async_op=True)
     work.wait()
-    doubled = tensor * 2  # ordered behind the result without a synchronisation
+    doubled = tensor * 2  # ordered after the result without a synchronisation
     assert torch.equal(doubled.cpu(), torch.full((100_000,), 6.0))
     mixed = torch.tensor([rank + 1.0], device="cuda" if rank == 0 else "cpu")
     dist.all_reduce(mixed)

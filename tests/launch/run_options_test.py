@@ -150,7 +150,7 @@ def test_an_empty_list_hides_all_cards(one_host, words):
     assert one_host(["--no-prefix", *words], script, CUDA_VISIBLE_DEVICES="3") == "<> 1"
 
 
-def test_behind_the_program_words_that_end_in_an_equals_sign_stay(programs):
+def test_after_the_program_words_that_end_in_an_equals_sign_stay(programs):
     done = programs.run("lockstep", "run", "--role=", "echo", "--gpu-list=", "--role=")
     assert done.status == 0 and done.stdout == "--gpu-list= --role=\n", done.text
 

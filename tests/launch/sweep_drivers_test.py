@@ -240,7 +240,7 @@ def check_accounts(study, many):
     ([*BOWL, "--enqueue", "hidden=1000", "--", "true"], "'hidden=1000' is not within logint:16:512"),
     ([*BOWL, "--enqueue", "rate=1", "--", "true"], "'rate' is none of the parameters lr, hidden"),
     ([*BOWL, "--retries", "-1", "--", "true"], "'-1' is not a number from 0"),
-    ([*BOWL, "python", "train.py"], "the program stands behind --"),
+    ([*BOWL, "python", "train.py"], "the program comes after --"),
     (["resume", "nowhere"], "no sweep in"),
     (["best", "nowhere"], "no sweep in"),
     (["--bogus"], "--bogus"),

@@ -191,7 +191,7 @@ def cut_host(fleet, launch):
 
 
 def in_a_row(fleet, launch):
-    """(nanoseconds of each job, how many failed, the files and processes that are left behind them all)."""
+    """(nanoseconds of each job, how many failed, the files and processes that are left after them all)."""
     times, failed = [], 0
     hosts = range(len(launch.net.names))
     for host in hosts:  # that of the machine has files of other programs, too

@@ -31,7 +31,7 @@ STEPS = {"lockstep": ("cpp", "ddp"), **{each: ("cpp", f"ddp_{each}") for each in
 # The same with 25 MiB and 480 ms of sleep: two ranks on a host, but for one alone.
 SCALING = {1: (1,), 2: (2,), 4: (2, 2), 8: (2, 2, 2, 2)}
 SCALING_NETWORK = "sleeping"
-# Steps behind which DistributedDataParallel has built and sized its buckets for good.
+# Steps after which DistributedDataParallel has built and sized its buckets for good.
 SETTLING_STEPS = 12
 SCALING_WHO = {"lockstep": "cpp", "python": "python"}
 

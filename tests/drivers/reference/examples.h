@@ -7,7 +7,7 @@
 #include <torch/torch.h>
 
 /// The examples of docs/reference, one file for each page; tests/reference_test.py compares the text between
-/// `// [NAME]` and `// [end]` with the page, and runs them on four ranks. What stands behind it checks that
+/// `// [NAME]` and `// [end]` with the page, and runs them on four ranks. What follows it checks that
 /// the example does what it says.
 namespace reference {
 
