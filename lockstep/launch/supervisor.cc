@@ -127,7 +127,7 @@ void Supervisor::start(WorkerSpec spec) {
   spec.inherited.push_back(exit_status_->fd());
   if (cgroup_) spec.cgroup = cgroup_->fd();
   const int local_rank = static_cast<int>(workers_.size());
-  workers_.push_back({WorkerProcess::start(spec, guardian_)});
+  workers_.push_back({WorkerProcess::start(spec, &guardian_)});
   exit_status_->record_start(local_rank, workers_.back().process.pid());
 }
 

@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -30,15 +31,25 @@ void close_on_exec(int fd, bool yes) {
   ::fcntl(fd, F_SETFD, yes ? FD_CLOEXEC : 0);
 }
 
+/// Gives all signals their default dispositions, and blocks none. Async-signal-safe.
+void reset_signals() {
+  struct sigaction standard = {};
+  standard.sa_handler = SIG_DFL;
+  for (int signal = 1; signal < NSIG; ++signal) ::sigaction(signal, &standard, nullptr);
+  sigset_t none;
+  ::sigemptyset(&none);
+  ::sigprocmask(SIG_SETMASK, &none, nullptr);
+}
+
 // From fork to exec. The forking program has threads whose locks are frozen here: async-signal-safe calls
 // only.
 [[noreturn]] void become_worker(const WorkerSpec& spec, char** argv, char** envp, pid_t launcher, int failure,
-                                const Guardian& guardian) {
+                                const Guardian* guardian) {
   // A launcher that ended before prctl would never send the signal.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != launcher) ::_exit(127);
   ::setpgid(0, 0);
-  guardian.enlist(::getpid());
+  if (guardian != nullptr) guardian->enlist(::getpid());
 
   reset_signals();
   if (former_open_files) ::setrlimit(RLIMIT_NOFILE, &*former_open_files);
@@ -58,8 +69,8 @@ void close_on_exec(int fd, bool yes) {
   ::_exit(127);
 }
 
-/// fork(2) into this cgroup, or into that of this process where there is none or the kernel refuses. To move a process later
-/// takes the kernel some milliseconds. The handlers of pthread_atfork(3) may not have run.
+}  // namespace
+
 pid_t fork_into(int cgroup) {
   if (cgroup >= 0) {
     clone_args arguments = {};
@@ -72,8 +83,6 @@ pid_t fork_into(int cgroup) {
   return ::fork();
 }
 
-}  // namespace
-
 void raise_open_files_limit() {
   rlimit limit = {};
   if (former_open_files || ::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
@@ -82,21 +91,13 @@ void raise_open_files_limit() {
   ::setrlimit(RLIMIT_NOFILE, &limit);
 }
 
-void reset_signals() {
-  struct sigaction standard = {};
-  standard.sa_handler = SIG_DFL;
-  for (int signal = 1; signal < NSIG; ++signal) ::sigaction(signal, &standard, nullptr);
-  sigset_t none;
-  ::sigemptyset(&none);
-  ::sigprocmask(SIG_SETMASK, &none, nullptr);
-}
-
-WorkerProcess WorkerProcess::start(const WorkerSpec& spec, const Guardian& guardian) {
-  if (spec.make_process) {
-    WorkerProcess made(spec.make_process(spec), UniqueFd());
-    guardian.enlist(made.pid_);
-    made.pidfd_ = require_pidfd(made.pid_);
-    return made;
+WorkerProcess WorkerProcess::start(const WorkerSpec& spec, const Guardian* guardian) {
+  if (auto made = spec.make_process ? spec.make_process(spec) : std::nullopt) {
+    WorkerProcess worker(made->pid, UniqueFd());
+    if (guardian != nullptr) guardian->enlist(made->pid);
+    worker.pidfd_ = require_pidfd(made->pid);
+    ::send(made->go.get(), "g", 1, MSG_NOSIGNAL);  // it has ended where that fails, which the pidfd tells
+    return worker;
   }
   int ends[2] = {-1, -1};
   TORCH_CHECK_WITH(DistBackendError, ::pipe2(ends, O_CLOEXEC) == 0,

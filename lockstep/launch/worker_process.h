@@ -14,9 +14,15 @@ namespace lockstep::launch {
 
 struct WorkerSpec;
 
+/// A process that waits for a byte before its program begins, and ends where there will be none.
+struct MadeProcess {
+  pid_t pid = -1;
+  UniqueFd go;  // a socket
+};
+
 /// Makes a worker's process by other means than fork(2) and execve(2): a child of the calling process, the
-/// leader of a process group of its own. Returns its pid, or throws.
-using MakeProcess = std::function<pid_t(const WorkerSpec&)>;
+/// leader of a process group of its own. Nothing: it can't, and those are to do it.
+using MakeProcess = std::function<std::optional<MadeProcess>(const WorkerSpec&)>;
 
 /// What to start, and with what.
 struct WorkerSpec {
@@ -34,19 +40,20 @@ struct WorkerSpec {
 /// Not thread-safe.
 void raise_open_files_limit();
 
-/// Gives all signals their default dispositions, and blocks none. Async-signal-safe.
-void reset_signals();
+/// fork(2) into this cgroup, or into that of this process where there is none or the kernel refuses. To move a process later
+/// takes the kernel some milliseconds. The handlers of pthread_atfork(3) may not have run.
+pid_t fork_into(int cgroup);
 
 /// One started worker. It leads a process group of its own, has default signal dispositions and an empty
-/// mask, dies with the thread that started it (PR_SET_PDEATHSIG), and is in the guardian's care before its
-/// program begins.
+/// mask, dies with the thread that started it (PR_SET_PDEATHSIG), and is in the guardian's care, where there is
+/// one, before its program begins.
 ///
 /// It stays unreaped until reap(): so long its pid and its process group can't be given to another process,
 /// and signals to the group reach exactly what the worker left there. Not thread-safe; movable.
 class WorkerProcess {
  public:
-  /// Starts it and returns once its program runs. Throws c10::DistBackendError when fork or exec fail.
-  static WorkerProcess start(const WorkerSpec& spec, const Guardian& guardian);
+  /// Starts it and returns once its program runs, or may run where make_process has made it. Throws c10::DistBackendError when fork or exec fail.
+  static WorkerProcess start(const WorkerSpec& spec, const Guardian* guardian);
 
   WorkerProcess(WorkerProcess&& other) noexcept;
   WorkerProcess& operator=(WorkerProcess&&) = delete;

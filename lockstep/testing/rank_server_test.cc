@@ -9,26 +9,24 @@
 
 #include <gtest/gtest.h>
 
+#include <lockstep/launch/fork_server.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/rank_server.h>
 
 namespace lockstep::testing::rank_server_test {
 namespace {
 
-// The process that loaded this program.
-const pid_t loaded_by = ::getpid();
-
 TEST(RankServer, RanksAreForkedFromALoadedProgram) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "ranks are executed under ThreadSanitizer";
 #endif
-  run_ranks(2, [](int) { EXPECT_NE(loaded_by, ::getpid()); });
+  run_ranks(2, [](int) { EXPECT_NE(launch::forked_arguments(), nullptr); });
 }
 
 TEST(RankServer, WhatLibrariesReadWhenTheyAreLoadedIsReadAnew) {
   run_ranks(2,
             [](int) {
-              EXPECT_EQ(loaded_by, ::getpid());
+              EXPECT_EQ(launch::forked_arguments(), nullptr);
               EXPECT_STREQ(std::getenv("OMP_NUM_THREADS"), "2");
             },
             {.environment = {{"OMP_NUM_THREADS", "2"}}});

@@ -22,7 +22,7 @@ TEST(ReapOrphans, LeavesWorkersAlone) {
     WorkerProcess worker = WorkerProcess::start({.program = "/bin/sh",
                                                  .arguments = {"sh", "-c", "sleep 0 & exit 3"},
                                                  .environment = {"PATH=/usr/bin:/bin"}},
-                                                guardian);
+                                                &guardian);
     pollfd ended = {worker.pidfd(), POLLIN, 0};
     ASSERT_EQ(::poll(&ended, 1, 60000), 1);
     size_t reaped = 0;

@@ -184,7 +184,7 @@ class RemoteAgents {
                                             .arguments = words,
                                             .environment = environment,
                                             .standard = {theirs.get(), streams[0].get(), streams[1].get()}},
-                                           guardian_)});
+                                           &guardian_)});
       inputs_.add(std::move(ours));
     }
   }
