@@ -29,9 +29,12 @@ std::set<ActivityType> activities_of(const KinetoOptions& options) {
 
 /// Without Kineto's own stacks, which are Python's: they cost, and show nothing of C++.
 torch::profiler::impl::ProfilerConfig config_of(const KinetoOptions& options) {
-  return torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::KINETO,
-                                               options.record_shapes, options.profile_memory,
-                                               /*with_stack=*/false, options.with_flops);
+  torch::profiler::impl::ExperimentalConfig details;
+  // What joins an operator with its kernels on a card.
+  details.disable_external_correlation = !options.cuda;
+  return torch::profiler::impl::ProfilerConfig(
+      torch::profiler::impl::ProfilerState::KINETO, options.record_shapes, options.profile_memory,
+      /*with_stack=*/false, options.with_flops, /*with_modules=*/false, details);
 }
 
 bool is_memory(const KinetoEvent& event) {
