@@ -55,7 +55,7 @@ def sleeping(fleet, results, rounds, generator, ranks, names):
 
 
 def add_theory(results, cell, bursts):
-    """The slowest rank's naps: theory with naps as long as they are here, and messages that take nothing."""
+    """The schedule with naps as long as each is here, and all else taking nothing. All ranks say the same."""
     theory = [max(facts["theory_ns"] for facts in burst.facts) for burst in bursts[f"{cell}.ours"]]
     results.add_series(f"{cell}.theory", "ns", theory)
     results.add_ratio(f"{cell}.over_theory", f"{cell}.ours", f"{cell}.theory", better="lower")

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <optional>
 #include <tuple>
@@ -50,6 +51,11 @@ double PipelineDurations::of(ComputationType type) const {
 }
 
 PipelineTimes pipeline_times(const PipelineTable& table, const PipelineDurations& durations) {
+  return pipeline_times(table, [&](const PipelineAction& action) { return durations.of(action.type); });
+}
+
+PipelineTimes pipeline_times(const PipelineTable& table,
+                             const std::function<double(const PipelineAction&)>& duration_of) {
   std::vector<std::vector<PipelineAction>> rows;
   int64_t last_stage = 0;
   for (const auto& row : table) {
@@ -79,7 +85,7 @@ PipelineTimes pipeline_times(const PipelineTable& table, const PipelineDurations
         if (missing(action)) break;
         double begin = done.empty() ? 0 : done.back().end;
         for (const auto& need : needs(action, last_stage)) begin = std::max(begin, ends.at(key_of(need)));
-        const double end = begin + durations.of(action.type);
+        const double end = begin + duration_of(action);
         ends[key_of(action)] = end;
         busy += end - begin;
         times.end = std::max(times.end, end);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include <lockstep/parallel/pipeline/schedule.h>
@@ -32,5 +33,8 @@ struct PipelineTimes {
 /// Runs each row in its order. A pure function. Throws c10::ValueError, naming the action and what it waits for, when the
 /// rows can't be run to their end: an action needs one that is not there, or rows wait for each other.
 PipelineTimes pipeline_times(const PipelineTable& table, const PipelineDurations& durations = {});
+/// The same with a duration of each action's own.
+PipelineTimes pipeline_times(const PipelineTable& table,
+                             const std::function<double(const PipelineAction&)>& duration_of);
 
 }  // namespace lockstep
