@@ -75,6 +75,7 @@ struct RunArguments {
   std::string tee = "0";
   std::string shown_ranks;
   std::string role = "default";
+  std::string start_method = "forkserver";
   std::string remote_hosts;
   std::string remote_shell = "ssh -T -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5";
   std::vector<std::string> passed_on;
@@ -159,6 +160,7 @@ launch::RunOptions options_from(const RunArguments& arguments, const std::vector
   options.nprocs = launch::parse_nprocs(arguments.nproc_per_node);
   options.command = command_from(arguments, words);
   options.role = arguments.role;
+  options.forks_workers = arguments.start_method != "spawn";
   options.virtual_local_rank = arguments.virtual_local_rank;
   for (size_t i = 0; i < options.filters.size(); ++i)
     options.filters[i] = comma_separated(arguments.filters[i]);
@@ -306,11 +308,10 @@ void check_signals(const std::string& text) {
   }
 }
 
-/// What has no meaning here, for the sake of command lines that have it: ends are noticed at once, and programs are always
-/// started anew.
+/// What has no meaning here, for the sake of command lines that have it: ends are noticed at once.
 void add_unused_arguments(CLI::App& run) {
-  for (const char* names : {"--monitor-interval,--monitor_interval", "--start-method,--start_method",
-                            "--event-log-handler,--event_log_handler"}) {
+  for (const char* names :
+       {"--monitor-interval,--monitor_interval", "--event-log-handler,--event_log_handler"}) {
     run.add_option_function<std::string>(names, [](const std::string&) {})->group("");
   }
   run.add_option_function<std::string>("--signals-to-handle,--signals_to_handle", check_signals)
@@ -405,6 +406,14 @@ void add_run(CLI::App& program, int& status) {
   run->add_option("--role", arguments->role, "Name of what the processes do: ROLE_NAME")
       ->envname("PET_ROLE")
       ->type_name("NAME")
+      ->capture_default_str();
+  run->add_option(
+         "--start-method,--start_method", arguments->start_method,
+         "How a program that is linked with Lockstep starts: forkserver (or fork), its libraries are loaded "
+         "once for all processes of a host; spawn, by each process")
+      ->envname("PET_START_METHOD")
+      ->type_name("METHOD")
+      ->check(CLI::IsMember({"forkserver", "fork", "spawn"}))
       ->capture_default_str();
   add_unused_arguments(*run);
   run->add_flag("--no-prefix,--no_prefix", arguments->no_prefix, "Do not mark output lines with their rank");

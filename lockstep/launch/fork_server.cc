@@ -1,24 +1,23 @@
 #include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <dlfcn.h>
-#include <elf.h>
 #include <fcntl.h>
 #include <filesystem>
+#include <fstream>
 #include <iterator>
 #include <poll.h>
+#include <set>
+#include <sstream>
 #include <string_view>
 #include <sys/prctl.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/wait.h>
-#include <sys/xattr.h>
 #include <unistd.h>
 #include <utility>
 
 #include <c10/util/Exception.h>
-#include <climits>
 
 #include <lockstep/base/text/parse_number.h>
 #include <lockstep/launch/fork_server.h>
@@ -28,6 +27,9 @@ namespace {
 
 constexpr size_t kMostDescriptors = 16;
 constexpr size_t kMostBytes = 1 << 20;
+// In the server's first environment, for what a process's own has more: see show_environment().
+constexpr std::string_view kRoom = "LOCKSTEP_FORK_SERVER_ROOM=";
+constexpr size_t kRoomBytes = 8192;
 constexpr auto kForkTimeout = std::chrono::seconds(10);
 // Places among the descriptors of a request.
 constexpr size_t kGo = 0;
@@ -220,6 +222,35 @@ ForkRequest serve(int socket, pid_t launcher) {
   }
 }
 
+/// Has /proc/PID/environ show what it would after execve(2): the memory in which the kernel put the first environment. What the process
+/// has in common with the server stays where it is, for libraries may have kept pointers to it; the rest goes where the room is.
+void show_environment(const std::vector<std::string>& environment) {
+  std::ifstream stat("/proc/self/stat");
+  std::string text;
+  std::getline(stat, text);
+  std::istringstream fields(text.substr(std::min(text.rfind(')'), text.size())));
+  std::string skipped;
+  for (int field = 2; field < 50; ++field)
+    fields >> skipped;  // proc(5): env_start and env_end are the fields 50 and 51
+  uintptr_t begin = 0;
+  uintptr_t end = 0;
+  if (!(fields >> begin >> end)) return;
+  std::set<std::string_view> missing(environment.begin(), environment.end());
+  char* room = nullptr;
+  for (char* at = reinterpret_cast<char*>(begin); at < reinterpret_cast<char*>(end);) {
+    const std::string_view variable(at);
+    if (variable.starts_with(kRoom)) room = at;
+    char* const next = at + variable.size() + 1;
+    if (missing.erase(variable) == 0) std::memset(at, 0, variable.size());
+    at = next;
+  }
+  if (room == nullptr) return;
+  for (const std::string_view variable : missing) {  // the launcher has seen to it that they fit
+    std::memcpy(room, variable.data(), variable.size());
+    room += variable.size() + 1;
+  }
+}
+
 /// Of a process that was forked; it is never destroyed, since the environment lies in it.
 ForkRequest* own_request = nullptr;
 
@@ -239,35 +270,7 @@ __attribute__((constructor)) void serve_where_asked() {
   ::prctl(PR_SET_NAME, name);
   ::clearenv();
   for (std::string& variable : own_request->environment) ::putenv(variable.data());
-}
-
-// ---- of programs
-
-/// The loader that the kernel starts the executable with; empty where it needs none, is no 64-bit ELF file, or has privileges, with
-/// which a loader reads other variables.
-std::string loader_of(const std::string& program) {
-  const UniqueFd file(::open(program.c_str(), O_RDONLY | O_CLOEXEC));
-  struct stat status = {};
-  if (::fstat(file.get(), &status) != 0 || (status.st_mode & (S_ISUID | S_ISGID)) != 0 ||
-      ::fgetxattr(file.get(), "security.capability", nullptr, 0) > 0) {
-    return {};
-  }
-  Elf64_Ehdr header = {};
-  const auto read_at = [&](void* to, size_t size, size_t offset) {
-    return ::pread(file.get(), to, size, static_cast<off_t>(offset)) == static_cast<ssize_t>(size);
-  };
-  if (!read_at(&header, sizeof(header), 0) || std::memcmp(header.e_ident, ELFMAG, SELFMAG) != 0 ||
-      header.e_ident[EI_CLASS] != ELFCLASS64) {
-    return {};
-  }
-  for (size_t i = 0; i < header.e_phnum; ++i) {
-    Elf64_Phdr part = {};
-    if (!read_at(&part, sizeof(part), header.e_phoff + i * header.e_phentsize)) return {};
-    if (part.p_type != PT_INTERP) continue;
-    std::string path(std::min<size_t>(part.p_filesz, PATH_MAX), '\0');
-    return read_at(path.data(), path.size(), part.p_offset) ? path.c_str() : std::string();
-  }
-  return {};
+  show_environment(own_request->environment);
 }
 
 }  // namespace
@@ -278,11 +281,13 @@ ForkServer::ForkServer(WorkerSpec program) {
                    "can't make the socket of a fork server: ", std::strerror(errno));
   line_.reset(ends[0]);
   const UniqueFd theirs(ends[1]);
+  environment_.insert(program.environment.begin(), program.environment.end());
   int size = static_cast<int>(kMostBytes);
   ::setsockopt(line_.get(), SOL_SOCKET, SO_SNDBUF, &size, sizeof(size));
   const std::string variable = std::string(kVariable) + "=";
   std::erase_if(program.environment, [&](const std::string& each) { return each.starts_with(variable); });
   program.environment.push_back(variable + std::to_string(::getpid()) + ":" + std::to_string(theirs.get()));
+  program.environment.push_back(std::string(kRoom) + std::string(kRoomBytes, '-'));
   program.inherited.push_back(theirs.get());
   program.cgroup = -1;
   // The loader and the libraries write warnings to this process's standard error.
@@ -311,6 +316,10 @@ void ForkServer::end() {
 
 std::optional<MadeProcess> ForkServer::fork(const WorkerSpec& spec) {
   if (!await(Deadline::after(kForkTimeout))) return std::nullopt;
+  size_t own_bytes = 0;
+  for (const std::string& variable : spec.environment)
+    if (environment_.count(variable) == 0) own_bytes += variable.size() + 1;
+  if (own_bytes > kRoomBytes) return std::nullopt;
   ForkRequest request = {spec.arguments, spec.environment, {}};
   int go[2] = {-1, -1};
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, go) != 0) return std::nullopt;
@@ -346,52 +355,6 @@ std::optional<MadeProcess> ForkServer::fork(const WorkerSpec& spec) {
 
 const std::vector<std::string>* forked_arguments() {
   return own_request != nullptr ? &own_request->arguments : nullptr;
-}
-
-bool links_this_library(const std::string& program, const std::vector<std::string>& environment) {
-  const std::string loader = loader_of(program);
-  // Another one might run the program.
-  if (!std::filesystem::path(loader).filename().string().starts_with("ld-linux")) return false;
-  struct stat own = {};
-  Dl_info library = {};
-  if (::dladdr(reinterpret_cast<const void*>(&links_this_library), &library) == 0 ||
-      ::stat(library.dli_fname, &own) != 0) {
-    return false;
-  }
-  int ends[2] = {-1, -1};
-  if (::pipe2(ends, O_CLOEXEC) != 0) return false;
-  const UniqueFd in(ends[0]);
-  UniqueFd out(ends[1]);
-  const UniqueFd nothing(::open("/dev/null", O_RDWR | O_CLOEXEC));
-  std::optional<WorkerProcess> process;
-  try {
-    process.emplace(WorkerProcess::start({.program = loader,
-                                          .arguments = {loader, "--list", program},
-                                          .environment = environment,
-                                          .standard = {nothing.get(), out.get(), nothing.get()}},
-                                         nullptr));
-  } catch (const c10::DistBackendError&) {  // the program itself may be started, by binfmt_misc for example
-    return false;
-  }
-  out.reset();
-  std::string text;
-  char buffer[4096];
-  for (ssize_t got = 0; (got = ::read(in.get(), buffer, sizeof(buffer))) > 0 || (got < 0 && errno == EINTR);)
-    if (got > 0) text.append(buffer, static_cast<size_t>(got));
-  process.reset();
-  // Lines such as "\tliblockstep.so => /usr/lib/liblockstep.so (0x00007f91e0200000)".
-  constexpr std::string_view kArrow = " => ";
-  for (size_t begin = 0; (begin = text.find(kArrow, begin)) != std::string::npos;) {
-    begin += kArrow.size();
-    const size_t end = std::min(text.find(" (0x", begin), text.size());
-    struct stat listed = {};
-    if (::stat(text.substr(begin, end - begin).c_str(), &listed) == 0 && listed.st_dev == own.st_dev &&
-        listed.st_ino == own.st_ino) {
-      return true;
-    }
-    begin = end;
-  }
-  return false;
 }
 
 }  // namespace lockstep::launch

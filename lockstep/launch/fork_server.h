@@ -1,6 +1,7 @@
 #pragma once
 
 #include <optional>
+#include <set>
 #include <string>
 #include <sys/types.h>
 #include <vector>
@@ -16,7 +17,7 @@ namespace lockstep::launch {
 /// takes, and shares the memory of what was loaded. What multiprocessing in Python calls a forkserver.
 ///
 /// The program must be linked with this library, whose constructor takes requests in a process that has kVariable
-/// (links_this_library() tells): any other would run its main() instead.
+/// (links_this_library() in program_libraries.h tells): any other would run its main() instead.
 ///
 /// The server dies with the thread that made it, and with this object. What it forks dies with the launcher's main thread.
 /// Not thread-safe.
@@ -48,13 +49,10 @@ class ForkServer {
   UniqueFd line_;
   std::optional<WorkerProcess> process_;  // none: it has ended, and is reaped
   bool ready_ = false;
+  std::set<std::string> environment_;  // of the server, but for what is its own
 };
 
 /// WorkerSpec::arguments of the process that a ForkServer forked; null in others. main() has the server's.
 const std::vector<std::string>* forked_arguments();
-
-/// Whether a process of the program would load the library that this process has: the loader says so, for an executable that
-/// needs glibc's. `environment`: as "NAME=value".
-bool links_this_library(const std::string& program, const std::vector<std::string>& environment);
 
 }  // namespace lockstep::launch

@@ -19,6 +19,7 @@
 #include <lockstep/launch/cgroups.h>
 #include <lockstep/launch/fork_server.h>
 #include <lockstep/launch/guardian.h>
+#include <lockstep/launch/program_libraries.h>
 #include <lockstep/launch/testing/child_program.h>
 #include <lockstep/launch/worker_process.h>
 #include <lockstep/testing/temporary_folder.h>
@@ -163,6 +164,14 @@ TEST(ForkServer, ProcessesAreExecutedWhereLibrariesHaveStartedThreads) {
   while (!server.has_ended()) server.await(Deadline::after(std::chrono::minutes(1)));
   WorkerSpec spec = probe("threaded_process_probe");
   spec.make_process = from(server);
+  EXPECT_EQ(run(spec).text.substr(0, 9), "executed\n");
+}
+
+TEST_F(ForkServerTest, ProcessesAreExecutedWhereTheServerHasNoRoomForTheirEnvironment) {
+  ForkServer server(probe());
+  WorkerSpec spec = probe();
+  spec.make_process = from(server);
+  spec.environment.push_back("LONG=" + std::string(100'000, 'x'));
   EXPECT_EQ(run(spec).text.substr(0, 9), "executed\n");
 }
 

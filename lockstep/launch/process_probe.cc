@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <iostream>
 #include <map>
 #include <signal.h>
@@ -15,6 +16,16 @@
 #include <lockstep/launch/fork_server.h>
 
 namespace {
+
+/// As other processes see it.
+std::vector<std::string> shown_environment() {
+  std::ifstream file("/proc/self/environ");
+  std::vector<std::string> variables;
+  for (std::string variable; std::getline(file, variable, '\0');)
+    if (!variable.empty()) variables.push_back(variable);
+  std::sort(variables.begin(), variables.end());
+  return variables;
+}
 
 std::vector<std::string> environment() {
   std::vector<std::string> variables;
@@ -48,12 +59,13 @@ int main(int argc, char** argv) {
   const auto* given = lockstep::launch::forked_arguments();
   const auto words = given != nullptr ? *given : std::vector<std::string>(argv, argv + argc);
   if (words.back() == "stay") {
-    std::cout << ::getpid() << std::endl;
+    std::cout << ::getpid() << (given != nullptr ? " forked" : " executed") << std::endl;
     ::pause();
   }
   std::cout << (given != nullptr ? "forked\n" : "executed\n");
   for (const std::string& word : words) std::cout << "word " << word << '\n';
   for (const std::string& variable : environment()) std::cout << "variable " << variable << '\n';
+  for (const std::string& variable : shown_environment()) std::cout << "shown variable " << variable << '\n';
   std::cout << "folder " << std::filesystem::current_path().string() << '\n';
   say_open_files();
   say_signals();

@@ -215,7 +215,7 @@ def test_processes_that_ask_for_another_start_have_not_failed(programs):
 
 
 def test_what_means_nothing_here_is_taken(programs):
-    options = "--monitor-interval 5 --start_method=spawn --event-log-handler null --use-env --signals-to-handle SIGTERM,SIGINT"
+    options = "--monitor-interval 5 --event-log-handler null --use-env --signals-to-handle SIGTERM,SIGINT"
     done = programs.run("lockstep", "run", *options.split(), "echo", "started")
     assert done.status == 0 and done.stdout == "started\n", done.text
 

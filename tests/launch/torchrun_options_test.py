@@ -12,7 +12,7 @@ MISUSE = 2
 # Values other than the defaults; options without one are flags.
 VALUES = {
     "nnodes": "2", "nproc_per_node": "3", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:1234", "rdzv_id": "job",
-    "rdzv_conf": "join_timeout=7", "max_restarts": "4", "monitor_interval": "0.5", "start_method": "fork",
+    "rdzv_conf": "join_timeout=7", "max_restarts": "4", "monitor_interval": "0.5", "start_method": "spawn",
     "event_log_handler": "console", "role": "teacher", "log_dir": "logs", "redirects": "1", "tee": "2",
     "local_ranks_filter": "0", "duplicate_stdout_filters": "a,b", "duplicate_stderr_filters": "c", "node_rank": "1",
     "master_addr": "localhost", "master_port": "1234", "local_addr": "127.0.0.1", "signals_to_handle": "SIGTERM",
@@ -23,13 +23,13 @@ NEEDED["rdzv_backend"] = ["--rdzv-endpoint", "localhost:1234", "--nnodes", "2"]
 NEEDED |= {name: ["--nnodes", "2"] for name in ("rdzv_endpoint", "rdzv_conf", "master_addr", "standalone")}
 PROGRAM = {"no_python": "./train.py"}
 NOT_THERE = {"logs_specs": "--log-dir", "numa_binding": "--cpu-list"}
-NO_VARIABLE = {"monitor_interval", "start_method", "event_log_handler"}  # they have no meaning here
+NO_VARIABLE = {"monitor_interval", "event_log_handler"}  # they have no meaning here
 # What a dry run says of a value that makes no sense.
 WRONG = {
     "nnodes": "--nnodes", "nproc_per_node": "--nproc-per-node", "max_restarts": "--max-restarts", "node_rank": "--node-rank",
     "master_port": "--master-port", "redirects": "--redirects", "tee": "--tee", "rdzv_conf": "--rdzv-conf has 'wrong'",
     "local_ranks_filter": "--local-ranks-filter has 'wrong'", "shutdown_timeout": "--grace-period",
-    "signals_to_handle": "not wrong",
+    "signals_to_handle": "not wrong", "start_method": "--start-method",
 }  # fmt: skip
 # Any value makes sense, and a dry run tells none: see test_options_that_a_dry_run_does_not_tell_come_from_variables.
 NOT_TOLD = {"log_dir", "duplicate_stdout_filters", "duplicate_stderr_filters", "local_addr"}

@@ -104,6 +104,7 @@ RunOptions checked_options(RunOptions options) {
 int run(const RunOptions& given) {
   const RunOptions options = checked_options(given);
   std::optional<AgentStore> store;
+  WorkerForks forks(/*again=*/false);
   const RankVariables variables = {.nprocs = options.nprocs,
                                    .world_size = options.nprocs,
                                    .role_world_size = options.nprocs,
@@ -113,7 +114,8 @@ int run(const RunOptions& given) {
              options, variables,
              [&](Supervisor& supervisor) {
                return store.emplace(options.master_port, [&] { return supervisor.interrupted(); }).port();
-             })
+             },
+             {}, nullptr, &forks)
       .exit_status;
 }
 

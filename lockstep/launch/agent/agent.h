@@ -39,6 +39,9 @@ struct RunOptions {
   bool tells_of_threads = true;      // says so where the processes get OMP_NUM_THREADS
   std::chrono::nanoseconds grace_period =
       std::chrono::seconds(30);  // from the first failure or signal to SIGKILL
+  // Workers are forked from one process that has loaded their libraries, where the program is linked with this one: see
+  // WorkerForks. Else each is executed.
+  bool forks_workers = true;
   std::string role = "default";  // ROLE_NAME
   // Each process has LOCAL_RANK=0 and sees one GPU, as device 0: that of its local rank among those that CUDA_VISIBLE_DEVICES
   // names here.

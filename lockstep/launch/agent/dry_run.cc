@@ -51,6 +51,7 @@ WorkerEnvironment described_environment(const RunOptions& options, const RankVar
 std::string describe_workers(const RunOptions& options, const RankVariables& variables, bool hosts_meet) {
   std::ostringstream text;
   text << "processes: " << options.nprocs << "\ncommand: " << shell_words(options.command)
+       << "\nstart method: " << (options.forks_workers ? "forkserver" : "spawn")
        << "\ngrace period: " << std::chrono::duration<double>(options.grace_period).count() << " s"
        << "\nvariables that differ from this environment:\n";
   const WorkerEnvironment workers = described_environment(options, variables, hosts_meet);

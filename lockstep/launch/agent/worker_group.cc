@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
@@ -21,6 +20,7 @@
 #include <lockstep/base/try_again.h>
 #include <lockstep/launch/agent/failure_report.h>
 #include <lockstep/launch/agent/filtered_copy.h>
+#include <lockstep/launch/agent/local_rank_macro.h>
 #include <lockstep/launch/agent/orphan_watch.h>
 #include <lockstep/launch/agent/output_router.h>
 #include <lockstep/launch/agent/worker_group.h>
@@ -151,29 +151,6 @@ void make_local_rank_virtual(WorkerEnvironment& environment, int local_rank) {
   environment.set("CUDA_VISIBLE_DEVICES", device);
 }
 
-/// A word of the command with torchrun's macro for the local rank, as string.Template has it (macros.substitute in
-/// torch/distributed/elastic/utils/api.py). Unlike there a word without the macro keeps its $$, a shell's process id.
-std::string with_local_rank(const std::string& word, int local_rank) {
-  const auto is_of_name = [](char letter) {
-    return std::isalnum(static_cast<unsigned char>(letter)) != 0 || letter == '_';
-  };
-  std::string result;
-  bool found = false;
-  for (std::string_view rest = word; !rest.empty();) {
-    const bool in_braces = rest.starts_with("${local_rank}");
-    const size_t length = in_braces ? 13 : rest.starts_with("$local_rank") ? 11 : 0;
-    if (in_braces || (length != 0 && (rest.size() == length || !is_of_name(rest[length])))) {
-      found = true;
-      result += std::to_string(local_rank);
-      rest.remove_prefix(length);
-    } else {
-      result += rest.front();
-      rest.remove_prefix(rest.starts_with("$$") ? 2 : 1);
-    }
-  }
-  return found ? result : word;
-}
-
 /// What a look at the workers finds.
 std::vector<WorkerWatch::Worker> look_at(const Supervisor& supervisor, int first_rank) {
   std::vector<WorkerWatch::Worker> workers;
@@ -190,8 +167,13 @@ std::vector<WorkerWatch::Worker> look_at(const Supervisor& supervisor, int first
 /// The workers' output, what is said of them while they run, and who else decides on them.
 class ControlledStreams : public Streams {
  public:
-  ControlledStreams(OutputRouter& output, Supervisor& supervisor, int first_rank, WorkerControl* control)
-      : output_(output), supervisor_(supervisor), first_rank_(first_rank), control_(control) {}
+  ControlledStreams(OutputRouter& output, Supervisor& supervisor, int first_rank, WorkerControl* control,
+                    std::vector<pid_t> others)
+      : output_(output),
+        supervisor_(supervisor),
+        first_rank_(first_rank),
+        control_(control),
+        others_(std::move(others)) {}
 
   void add_to(std::vector<pollfd>& waits) override {
     if (control_ != nullptr) waits.push_back({control_->fd(), POLLIN, 0});
@@ -202,7 +184,9 @@ class ControlledStreams : public Streams {
       ++begin;
       control_->serve(supervisor_);
     }
-    orphans_.look(supervisor_.pids());
+    std::vector<pid_t> own = supervisor_.pids();
+    own.insert(own.end(), others_.begin(), others_.end());
+    orphans_.look(own);
     if (look_at_.expired()) {
       look_at_ = Deadline::after(WorkerWatch::kInterval);
       for (const std::string& line :
@@ -222,6 +206,7 @@ class ControlledStreams : public Streams {
   Supervisor& supervisor_;
   int first_rank_;
   WorkerControl* control_;
+  std::vector<pid_t> others_;  // children of this process beside the workers
   OrphanWatch orphans_;
   WorkerWatch watch_{host_name()};
   Deadline look_at_ = Deadline::after(WorkerWatch::kInterval);
@@ -263,7 +248,8 @@ WorkerEnvironment common_environment(const RunOptions& options, size_t columns) 
 
 GroupEnd run_workers(const RunOptions& options, RankVariables variables,
                      const std::function<uint16_t(Supervisor&)>& open_store,
-                     const std::function<void(WorkerEnvironment&)>& adjust, WorkerControl* control) {
+                     const std::function<void(WorkerEnvironment&)>& adjust, WorkerControl* control,
+                     WorkerForks* forks) {
   const bool prefix = options.prefix && variables.world_size > 1;
 
   prepare_descriptors(options.nprocs, options.log_folder.empty() ? 0 : 2);
@@ -294,6 +280,7 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
       output.say("OMP_NUM_THREADS is not set; each of the " + std::to_string(options.nprocs) +
                  " processes gets OMP_NUM_THREADS=1, so that they do not overload the machine");
     }
+    if (forks != nullptr) forks->prepare(options, common, [&] { return supervisor.interrupted(); });
     const UniqueFd nothing(::open("/dev/null", O_RDWR | O_CLOEXEC));
     for (int rank = 0; rank < options.nprocs && !supervisor.interrupted(); ++rank) {
       auto ends = output.open_next(routes_of(options, *files, copies, rank));
@@ -312,9 +299,12 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
                         .arguments = std::move(words),
                         .environment = mine.strings(),
                         .standard = {input, ends[0].get(), ends[1].get()},
-                        .inherited = {}});
+                        .inherited = {},
+                        .make_process = forks == nullptr ? MakeProcess() : forks->make_process()});
     }
-    ControlledStreams streams(output, supervisor, variables.first_rank, control);
+    if (forks != nullptr) forks->started();
+    ControlledStreams streams(output, supervisor, variables.first_rank, control,
+                              forks == nullptr ? std::vector<pid_t>() : forks->pids());
     endings = supervisor.run(streams);
     interrupted_by = supervisor.interrupted_by();
     for (int rank = 0; rank < options.nprocs; ++rank)

@@ -7,6 +7,7 @@
 #include <string>
 
 #include <lockstep/launch/agent/agent.h>
+#include <lockstep/launch/agent/worker_forks.h>
 #include <lockstep/launch/supervisor.h>
 #include <lockstep/launch/worker_environment.h>
 
@@ -44,10 +45,10 @@ WorkerEnvironment common_environment(const RunOptions& options, size_t columns);
 /// Starts the workers of this host, by checked_options(), and sees them to their end, as run() describes it.
 /// `variables` say who they are, but for their local ranks and the store's port: that is what `open_store` returns.
 /// It is called once signals are taken, and before the first worker; the store must outlive this call. `adjust`
-/// changes a worker's environment; it and `control` may be missing.
+/// changes a worker's environment; it, `control` and `forks` may be missing.
 GroupEnd run_workers(const RunOptions& options, RankVariables variables,
                      const std::function<uint16_t(Supervisor&)>& open_store,
                      const std::function<void(WorkerEnvironment&)>& adjust = {},
-                     WorkerControl* control = nullptr);
+                     WorkerControl* control = nullptr, WorkerForks* forks = nullptr);
 
 }  // namespace lockstep::launch

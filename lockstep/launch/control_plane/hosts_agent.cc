@@ -169,7 +169,7 @@ std::string checked_local_address(const std::string& given) {
 
 void run_generation(const HostsOptions& options, const std::string& local_address,
                     const ControlPlane::Task& task, ControlPlane& plane, HostControl& control,
-                    LineWriter& lines) {
+                    WorkerForks& forks, LineWriter& lines) {
   const Place& place = task.place;
   const RankVariables variables = {.nprocs = options.run.nprocs,
                                    .first_rank = place.first_rank,
@@ -198,7 +198,7 @@ void run_generation(const HostsOptions& options, const std::string& local_addres
           plane.guard(supervisor.lease());
           return task.store_port;
         },
-        adjust, &control);
+        adjust, &control, &forks);
   } catch (const std::exception&) {
     const std::string why = text_of(std::current_exception());
     lines.say(why);
@@ -288,11 +288,13 @@ int run_on_hosts(HostsOptions options) {
        .say = [&lines](const std::string& text) { lines.say(text); },
        .table = table,
        .report = options.report});
+  const MembershipOptions& membership = options.membership;
+  WorkerForks forks(membership.max_restarts > 0 || membership.min_hosts < membership.max_hosts);
   int leaving = 0;  // the first signal that has come
   while (true) {
     pollfd waits[2] = {{signals.fd(), POLLIN, 0}, {plane.fd(), POLLIN, 0}};
     ::poll(waits, 2, orphans.wake_at().poll_milliseconds());
-    orphans.look({});
+    orphans.look(forks.pids());
     while (const auto signal = take_ending(signals)) {
       plane.leave(*signal);
       if (leaving != 0) return 128 + *signal;  // no workers run
@@ -307,7 +309,7 @@ int run_on_hosts(HostsOptions options) {
       continue;
     }
     HostControl control(plane, signals, options.run.grace_period, table);
-    run_generation(options, local_address, *task, plane, control, lines);
+    run_generation(options, local_address, *task, plane, control, forks, lines);
     options.run.tells_of_threads = false;  // once, with this host's first workers
     if (control.end()) return control.end()->exit_status;
     leaving = control.leaving();
