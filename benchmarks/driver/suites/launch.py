@@ -195,6 +195,7 @@ def in_a_row(fleet, launch):
     """(nanoseconds of each job, how many failed, the files and processes that are left after them all)."""
     times, failed = [], 0
     hosts = range(len(launch.net.names))
+    before = set(launch.net.processes())  # torchrun may have left some
     for host in hosts:  # that of the machine has files of other programs, too
         launch.net.run(host, "mount", "-t", "tmpfs", "none", "/dev/shm")
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
@@ -208,7 +209,7 @@ def in_a_row(fleet, launch):
                     failed += 1
                     fleet.say(str(error))
         shared = [name for host in hosts for name in launch.net.run(host, "ls", "-A", "/dev/shm").stdout.split()]
-        left = [*os.listdir(folder), *shared, *launch.net.processes()]
+        left = [*os.listdir(folder), *shared, *(set(launch.net.processes()) - before)]
     return times, failed, left
 
 
