@@ -78,28 +78,40 @@ struct ForkRequest {
   }
 };
 
-union ControlBuffer {
-  char bytes[CMSG_SPACE(kMostDescriptors * sizeof(int))];
-  cmsghdr align;
+/// A message of bytes and descriptors for sendmsg(2) or recvmsg(2).
+class Envelope {
+ public:
+  /// With room for so many descriptors.
+  Envelope(void* data, size_t bytes, size_t descriptors) : part_{data, bytes} {
+    message.msg_iov = &part_;
+    message.msg_iovlen = 1;
+    message.msg_control = control_.bytes;
+    message.msg_controllen = CMSG_SPACE(descriptors * sizeof(int));
+  }
+  Envelope(const Envelope&) = delete;
+  Envelope& operator=(const Envelope&) = delete;
+
+  msghdr message = {};
+
+ private:
+  iovec part_;
+  union {
+    char bytes[CMSG_SPACE(kMostDescriptors * sizeof(int))];
+    cmsghdr align;
+  } control_ = {};
 };
 
 bool send_request(int socket, const ForkRequest& request, const std::vector<int>& descriptors) {
   std::string bytes = request.bytes();
   if (bytes.size() > kMostBytes || descriptors.size() > kMostDescriptors) return false;
-  iovec part = {bytes.data(), bytes.size()};
-  ControlBuffer control = {};
-  msghdr message = {};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control.bytes;
-  message.msg_controllen = CMSG_SPACE(descriptors.size() * sizeof(int));
-  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  Envelope envelope(bytes.data(), bytes.size(), descriptors.size());
+  cmsghdr* header = CMSG_FIRSTHDR(&envelope.message);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(descriptors.size() * sizeof(int));
   std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size() * sizeof(int));
   ssize_t sent = 0;
-  while ((sent = ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT)) < 0 && errno == EINTR) {
+  while ((sent = ::sendmsg(socket, &envelope.message, MSG_NOSIGNAL | MSG_DONTWAIT)) < 0 && errno == EINTR) {
   }
   return sent >= 0;
 }
@@ -121,15 +133,10 @@ std::optional<pid_t> receive_pid(int socket, const Deadline& deadline) {
 /// the line.
 std::optional<ForkRequest> receive_request(int socket, std::vector<int>& descriptors) {
   std::vector<char> bytes(kMostBytes);
-  iovec part = {bytes.data(), bytes.size()};
-  ControlBuffer control = {};
-  msghdr message = {};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control.bytes;
-  message.msg_controllen = sizeof(control.bytes);
+  Envelope envelope(bytes.data(), bytes.size(), kMostDescriptors);
+  const msghdr& message = envelope.message;
   ssize_t got = 0;
-  while ((got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC)) < 0 && errno == EINTR) {
+  while ((got = ::recvmsg(socket, &envelope.message, MSG_CMSG_CLOEXEC)) < 0 && errno == EINTR) {
   }
   if (got <= 0) ::_exit(0);
   if (const cmsghdr* header = CMSG_FIRSTHDR(&message)) {
@@ -281,11 +288,11 @@ ForkServer::ForkServer(WorkerSpec program) {
                    "can't make the socket of a fork server: ", std::strerror(errno));
   line_.reset(ends[0]);
   const UniqueFd theirs(ends[1]);
-  environment_.insert(program.environment.begin(), program.environment.end());
   int size = static_cast<int>(kMostBytes);
   ::setsockopt(line_.get(), SOL_SOCKET, SO_SNDBUF, &size, sizeof(size));
   const std::string variable = std::string(kVariable) + "=";
   std::erase_if(program.environment, [&](const std::string& each) { return each.starts_with(variable); });
+  environment_.insert(program.environment.begin(), program.environment.end());
   program.environment.push_back(variable + std::to_string(::getpid()) + ":" + std::to_string(theirs.get()));
   program.environment.push_back(std::string(kRoom) + std::string(kRoomBytes, '-'));
   program.inherited.push_back(theirs.get());

@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <chrono>
+#include <string>
+#include <utility>
 
 #include <c10/util/Exception.h>
 
@@ -27,38 +29,36 @@ bool are_alike(const RunOptions& options) {
 
 void WorkerForks::prepare(const RunOptions& options, const WorkerEnvironment& common,
                           const std::function<bool()>& gives_up) {
-  if (state_ == State::kServing && server_->has_ended()) {  // it was killed
+  if (server_ && server_->has_ended()) {  // it was killed
     server_.reset();
-    state_ = State::kUntried;
+    tried_ = false;
   }
-  if (state_ == State::kUntried) {
-    state_ = State::kOver;
-    // With a core for each, they load their libraries as fast by themselves, and end faster with memory of their own.
-    if (!again_ && options.nprocs <= usable_cores()) return;
-    if (!options.forks_workers || !are_alike(options)) return;
-    if (!links_this_library(options.program, common.strings())) return;
-    try {
-      server_.emplace(WorkerSpec{
-          .program = options.program, .arguments = options.command, .environment = common.strings()});
-    } catch (
-        const c10::
-            DistBackendError&) {  // the start of the workers will tell, unless there is room for them alone
-      return;
-    }
-    state_ = State::kServing;
-  }
-  if (state_ != State::kServing) return;
+  if (!std::exchange(tried_, true)) start_server(options, common);
+  if (!server_) return;
   const Deadline loaded = Deadline::after(kMostLoadTime);
   while (!gives_up()) {
     if (server_->await(Deadline::after(kBetweenQuestions))) return;
     if (server_->has_ended() || loaded.expired()) break;
   }
   server_.reset();
-  state_ = State::kOver;
+}
+
+void WorkerForks::start_server(const RunOptions& options, const WorkerEnvironment& common) {
+  // With a core for each, they load their libraries as fast by themselves, and end faster with memory of their own.
+  if (!again_ && options.nprocs <= usable_cores()) return;
+  if (!options.forks_workers || !are_alike(options)) return;
+  std::vector<std::string> environment = common.strings();
+  if (!links_this_library(options.program, environment)) return;
+  try {
+    server_.emplace(WorkerSpec{
+        .program = options.program, .arguments = options.command, .environment = std::move(environment)});
+  } catch (const c10::DistBackendError&) {
+    // The start of the workers will tell, unless there is room for them alone.
+  }
 }
 
 MakeProcess WorkerForks::make_process() {
-  if (state_ != State::kServing) return {};
+  if (!server_) return {};
   return [this](const WorkerSpec& spec) { return server_->fork(spec); };
 }
 
@@ -68,9 +68,7 @@ std::vector<pid_t> WorkerForks::pids() const {
 }
 
 void WorkerForks::started() {
-  if (again_ || state_ != State::kServing) return;
-  server_.reset();
-  state_ = State::kOver;
+  if (!again_) server_.reset();
 }
 
 }  // namespace lockstep::launch

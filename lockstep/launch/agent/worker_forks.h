@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstdint>
 #include <functional>
 #include <optional>
 #include <sys/types.h>
@@ -33,11 +32,11 @@ class WorkerForks {
   std::vector<pid_t> pids() const;
 
  private:
-  enum class State : uint8_t { kUntried, kServing, kOver };
+  void start_server(const RunOptions& options, const WorkerEnvironment& common);
 
   bool again_;
-  State state_ = State::kUntried;
-  std::optional<ForkServer> server_;  // while kServing
+  bool tried_ = false;  // whether this program can have a server
+  std::optional<ForkServer> server_;
 };
 
 }  // namespace lockstep::launch
