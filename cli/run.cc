@@ -11,7 +11,6 @@
 #include <limits>
 #include <memory>
 #include <optional>
-#include <sched.h>
 #include <set>
 #include <signal.h>
 #include <sstream>
@@ -26,7 +25,6 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/base/host_name.h>
 #include <lockstep/base/process/cpu.h>
 #include <lockstep/launch/agent/agent.h>
 #include <lockstep/launch/agent/log_without_waiting.h>
@@ -34,6 +32,7 @@
 #include <lockstep/launch/agent/shell_words.h>
 #include <lockstep/launch/worker_environment.h>
 
+#include "cores.h"
 #include "hosts_arguments.h"
 
 namespace lockstep::cli {
@@ -82,6 +81,7 @@ struct RunArguments {
   int parent_pid = 0;
   std::string cpu_list;
   std::string gpu_list;
+  std::string numa_binding;
   bool virtual_local_rank = false;
   std::array<std::string, 2> filters;
   bool no_prefix = false;
@@ -101,27 +101,6 @@ void end_with_parent(int parent) {
   sigset_t none;
   ::sigemptyset(&none);
   ::pthread_sigmask(SIG_SETMASK, &none, nullptr);
-}
-
-/// Lets this process, and all that it starts, compute on these cores alone: "0-3,8".
-void stay_on_cores(const std::string& list) {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  const auto number = [](const std::string& digits) {
-    return checked_number("--cpu-list", digits, 0, CPU_SETSIZE - 1);
-  };
-  std::istringstream ranges(list);
-  for (std::string range; std::getline(ranges, range, ',');) {
-    const size_t dash = range.find('-');
-    const int first = number(range.substr(0, dash));
-    const int last = dash == std::string::npos ? first : number(range.substr(dash + 1));
-    for (int core = first; core <= last; ++core) CPU_SET(core, &cores);
-  }
-  // The kernel leaves out those that this process may not use, and refuses a set of none.
-  const bool some = ::sched_setaffinity(0, sizeof cores, &cores) == 0;
-  TORCH_CHECK_VALUE(some && usable_cores() == CPU_COUNT(&cores), "--cpu-list is '", list,
-                    "', which has cores that ", host_name(),
-                    " has not, or that may not be used (taskset -cp $$ says which may)");
 }
 
 /// A Python program's command, as torchrun makes it; of any other program its own words.
@@ -178,6 +157,8 @@ launch::RunOptions options_from(const RunArguments& arguments, const std::vector
       std::chrono::duration<double>(arguments.grace_period));
   options = launch::checked_options(std::move(options));
   if (arguments.dry_run) return options;
+  if (!arguments.numa_binding.empty())
+    options.cores = cores_near_cards(arguments.numa_binding, options.nprocs);
   const bool filtered = !options.filters[0].empty() || !options.filters[1].empty();
   if (!arguments.log_dir.empty() || !options.redirects.empty() || !options.tee.empty() || filtered) {
     options.log_folder = launch::make_log_folder(arguments.log_dir, arguments.hosts.rdzv_id);
@@ -325,8 +306,6 @@ void add_unused_arguments(CLI::App& run) {
   };
   refuse("--logs-specs,--logs_specs",
          "--logs-specs names a class of Python, and this launcher loads none; see --log-dir, --tee");
-  refuse("--numa-binding,--numa_binding",
-         "--numa-binding is not there; --cpu-list keeps processes on cores, as numactl before PROGRAM does");
 }
 
 }  // namespace
@@ -423,6 +402,13 @@ void add_run(CLI::App& program, int& status) {
                   "Cores on which the processes stay, all of them on all of these: 0-3,8; with -H a list for "
                   "each host, separated by ;")
       ->type_name("CORES");
+  run->add_option("--numa-binding,--numa_binding", arguments->numa_binding,
+                  "Each process stays on cores near the card of its local rank: all of the NUMA node or "
+                  "socket, or cores of "
+                  "its own there")
+      ->envname("PET_NUMA_BINDING")
+      ->type_name("BINDING")
+      ->check(CLI::IsMember(numa_bindings()));
   run->add_option("--gpu-list,--gpu_list", arguments->gpu_list,
                   "Cards that the processes see, as CUDA_VISIBLE_DEVICES names them: 0,1; with -H a list for "
                   "each host, separated by ;")
@@ -468,6 +454,8 @@ void add_run(CLI::App& program, int& status) {
     const launch::RunOptions options = options_from(*arguments, words);
     if (arguments->dry_run) {
       print_dry_run(arguments->hosts, options);
+      if (!arguments->numa_binding.empty())
+        std::cout << "numa binding: " << arguments->numa_binding << std::endl;
       return;
     }
     status = is_one_host(arguments->hosts) ? launch::run(options) : run_on_hosts(arguments->hosts, options);

@@ -6,6 +6,7 @@
 #include <system_error>
 
 #include <lockstep/base/process/cgroup_folders.h>
+#include <lockstep/base/process/cpu_list.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/base/text/parse_number.h>
 #include <lockstep/device/nvidia_devices.h>
@@ -15,7 +16,6 @@
 namespace lockstep::doctor {
 
 using internal::list_folder;
-using internal::parse_cpu_list;
 using internal::read_file;
 using internal::read_integer;
 

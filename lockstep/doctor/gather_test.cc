@@ -17,8 +17,6 @@
 namespace lockstep::doctor::gather_test {
 
 using internal::fingerprint_file;
-using internal::format_cpu_list;
-using internal::parse_cpu_list;
 using internal::run_command;
 
 namespace {
@@ -205,16 +203,6 @@ TEST(Gather, SoftwareIsWhatThisProgramIsLinkedWith) {
   EXPECT_THAT(software.torch_path, HasSubstr("libtorch_cpu.so"));
   EXPECT_EQ(software.torch_compiled, software.torch_loaded);
   EXPECT_THAT(software.lockstep_version, ::testing::StartsWith("0."));
-}
-
-TEST(Files, CpuListsAreReadAndWritten) {
-  EXPECT_THAT(parse_cpu_list("0-3,8"), ElementsAre(0, 1, 2, 3, 8));
-  EXPECT_THAT(parse_cpu_list("7"), ElementsAre(7));
-  for (const char* bad : {"", "a", "1-", "-1", "3-1", "1,,2", "0-99999999999", "1-2-3"}) {
-    EXPECT_TRUE(parse_cpu_list(bad).empty()) << bad;
-  }
-  EXPECT_EQ(format_cpu_list({0, 1, 2, 3, 8}), "0-3,8");
-  EXPECT_EQ(format_cpu_list({}), "");
 }
 
 TEST(Files, FingerprintsTellFilesApart) {

@@ -3,14 +3,12 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <lockstep/base/process/cpu_list.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/base/text/formatted.h>
-#include <lockstep/doctor/internal/files.h>
 #include <lockstep/doctor/judge.h>
 
 namespace lockstep::doctor {
-
-using internal::format_cpu_list;
 
 namespace {
 

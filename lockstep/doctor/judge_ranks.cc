@@ -4,16 +4,15 @@
 #include <set>
 #include <sstream>
 
+#include <lockstep/base/process/cpu_list.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/base/text/formatted.h>
 #include <lockstep/base/text/parse_number.h>
-#include <lockstep/doctor/internal/files.h>
 #include <lockstep/doctor/internal/median.h>
 #include <lockstep/doctor/judge_job.h>
 
 namespace lockstep::doctor {
 
-using internal::format_cpu_list;
 using internal::median;
 
 namespace {

@@ -13,6 +13,8 @@
 #include <unistd.h>
 #include <vector>
 
+#include <lockstep/base/process/cpu.h>
+#include <lockstep/base/process/cpu_list.h>
 #include <lockstep/launch/fork_server.h>
 
 namespace {
@@ -77,6 +79,7 @@ int main(int argc, char** argv) {
   ::getrlimit(RLIMIT_NOFILE, &files);
   std::cout << "gets signal " << at_end << " when " << ::getppid() << " ends\nleads its group "
             << (::getpgid(0) == ::getpid()) << "\nis called " << name << "\nmay open " << files.rlim_cur
+            << "\nis on cores " << lockstep::format_cpu_list(lockstep::CoreMask::current().cores())
             << std::endl;
   return 0;
 }

@@ -13,6 +13,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/process/cpu.h>
 #include <lockstep/launch/worker_process.h>
 
 namespace lockstep::launch {
@@ -43,15 +44,20 @@ void reset_signals() {
 
 // From fork to exec. The forking program has threads whose locks are frozen here: async-signal-safe calls
 // only.
-[[noreturn]] void become_worker(const WorkerSpec& spec, char** argv, char** envp, pid_t launcher, int failure,
-                                const Guardian* guardian) {
+[[noreturn]] void become_worker(const WorkerSpec& spec, char** argv, char** envp, const CoreMask* cores,
+                                pid_t launcher, int failure, const Guardian* guardian) {
   // A launcher that ended before prctl would never send the signal.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != launcher) ::_exit(127);
   ::setpgid(0, 0);
   if (guardian != nullptr) guardian->enlist(::getpid());
 
+  const auto fail = [failure](int error) {
+    [[maybe_unused]] auto written = ::write(failure, &error, sizeof(error));
+    ::_exit(127);
+  };
   reset_signals();
+  if (cores != nullptr && !cores->apply(0)) fail(errno);
   if (former_open_files) ::setrlimit(RLIMIT_NOFILE, &*former_open_files);
 
   for (int target = 0; target < 3; ++target) {
@@ -64,8 +70,7 @@ void reset_signals() {
   for (int fd : spec.inherited) close_on_exec(fd, false);
 
   ::execve(spec.program.c_str(), argv, envp);
-  const int error = errno;
-  [[maybe_unused]] auto written = ::write(failure, &error, sizeof(error));
+  fail(errno);
   ::_exit(127);
 }
 
@@ -96,6 +101,8 @@ WorkerProcess WorkerProcess::start(const WorkerSpec& spec, const Guardian* guard
     WorkerProcess worker(made->pid, UniqueFd());
     if (guardian != nullptr) guardian->enlist(made->pid);
     worker.pidfd_ = require_pidfd(made->pid);
+    TORCH_CHECK_WITH(DistBackendError, spec.cores.empty() || CoreMask(spec.cores).apply(made->pid),
+                     "can't keep '", spec.program, "' on its cores: ", std::strerror(errno));
     ::send(made->go.get(), "g", 1, MSG_NOSIGNAL);  // it has ended where that fails, which the pidfd tells
     return worker;
   }
@@ -106,6 +113,7 @@ WorkerProcess WorkerProcess::start(const WorkerSpec& spec, const Guardian* guard
   UniqueFd failure_out(ends[1]);
   auto argv = pointers(spec.arguments);
   auto envp = pointers(spec.environment);
+  const CoreMask cores(spec.cores);
   const pid_t launcher = ::getpid();
 
   sigset_t all;
@@ -113,7 +121,10 @@ WorkerProcess WorkerProcess::start(const WorkerSpec& spec, const Guardian* guard
   ::sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);  // no handler of this program may run in the child
   const pid_t pid = fork_into(spec.cgroup);
-  if (pid == 0) become_worker(spec, argv.data(), envp.data(), launcher, failure_out.get(), guardian);
+  if (pid == 0) {
+    become_worker(spec, argv.data(), envp.data(), spec.cores.empty() ? nullptr : &cores, launcher,
+                  failure_out.get(), guardian);
+  }
   const int fork_error = errno;
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   TORCH_CHECK_WITH(DistBackendError, pid > 0, "can't start '", spec.program,

@@ -32,6 +32,7 @@ struct WorkerSpec {
   std::array<int, 3> standard = {-1, -1, -1};  // become descriptors 0, 1, 2; -1: as this process has it
   std::vector<int> inherited = {};  // stay open under their numbers (3 or more); all others are closed
   MakeProcess make_process = {};    // empty: fork and execve
+  std::vector<int> cores = {};      // on which it stays; empty: those of this process
   int cgroup =
       -1;  // the folder of one of version 2 in which it starts, where the kernel lets it; -1: as this process
 };

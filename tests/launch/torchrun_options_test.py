@@ -22,7 +22,7 @@ NEEDED = {"node_rank": ["--nnodes", "2"], "nnodes": ["--rdzv-backend", "static"]
 NEEDED["rdzv_backend"] = ["--rdzv-endpoint", "localhost:1234", "--nnodes", "2"]
 NEEDED |= {name: ["--nnodes", "2"] for name in ("rdzv_endpoint", "rdzv_conf", "master_addr", "standalone")}
 PROGRAM = {"no_python": "./train.py"}
-NOT_THERE = {"logs_specs": "--log-dir", "numa_binding": "--cpu-list"}
+NOT_THERE = {"logs_specs": "--log-dir"}
 NO_VARIABLE = {"monitor_interval", "event_log_handler"}  # they have no meaning here
 # What a dry run says of a value that makes no sense.
 WRONG = {

@@ -1,20 +1,54 @@
 #include <chrono>
+#include <cstddef>
 #include <sched.h>
 
 #include <lockstep/base/process/cpu.h>
 
 namespace lockstep {
 
-int usable_cores() {
-  // A mask of the usual size is refused on machines with more cores.
-  for (int possible = CPU_SETSIZE; possible <= (1 << 20); possible *= 2) {
-    cpu_set_t* mask = CPU_ALLOC(static_cast<size_t>(possible));
-    const size_t bytes = CPU_ALLOC_SIZE(static_cast<size_t>(possible));
-    const int count = ::sched_getaffinity(0, bytes, mask) == 0 ? CPU_COUNT_S(bytes, mask) : 0;
-    CPU_FREE(mask);
-    if (count > 0) return count;
+namespace {
+
+constexpr size_t kWordBits = 8 * sizeof(unsigned long);
+
+/// Of the memory of a CoreMask, which has the layout of a cpu_set_t.
+cpu_set_t* as_set(const std::vector<unsigned long>& words) {
+  return reinterpret_cast<cpu_set_t*>(const_cast<unsigned long*>(words.data()));
+}
+
+}  // namespace
+
+CoreMask::CoreMask(const std::vector<int>& cores) {
+  for (const int core : cores) {
+    const size_t word = static_cast<size_t>(core) / kWordBits;
+    if (words_.size() <= word) words_.resize(word + 1);
+    words_[word] |= 1UL << (static_cast<size_t>(core) % kWordBits);
   }
-  return 1;
+}
+
+CoreMask CoreMask::current() {
+  CoreMask mask({});
+  // A mask that is too small for the machine is refused.
+  for (size_t possible = CPU_SETSIZE; possible <= (1 << 20); possible *= 2) {
+    mask.words_.assign(possible / kWordBits, 0);
+    if (::sched_getaffinity(0, possible / 8, as_set(mask.words_)) == 0) return mask;
+  }
+  return CoreMask({0});
+}
+
+std::vector<int> CoreMask::cores() const {
+  std::vector<int> cores;
+  for (size_t core = 0; core < words_.size() * kWordBits; ++core) {
+    if ((words_[core / kWordBits] >> (core % kWordBits) & 1) != 0) cores.push_back(static_cast<int>(core));
+  }
+  return cores;
+}
+
+bool CoreMask::apply(pid_t thread) const {
+  return ::sched_setaffinity(thread, words_.size() * sizeof(unsigned long), as_set(words_)) == 0;
+}
+
+int usable_cores() {
+  return static_cast<int>(CoreMask::current().cores().size());
 }
 
 int current_cpu() {

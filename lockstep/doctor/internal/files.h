@@ -14,12 +14,6 @@ std::optional<int64_t> read_integer(const std::string& path);
 /// Names in a folder, sorted; none when it can't be read.
 std::vector<std::string> list_folder(const std::string& path);
 
-/// "0-3,8" as the kernel writes sets of cores → {0, 1, 2, 3, 8}. Empty for text of another form, and for
-/// numbers beyond 2^20, which no kernel has.
-std::vector<int> parse_cpu_list(const std::string& text);
-/// {0, 1, 2, 3, 8} → "0-3,8".
-std::string format_cpu_list(const std::vector<int>& cores);
-
 /// A file's identity for comparison between hosts: its size and a CRC-32 of its bytes, "4711-89abcdef". Of
 /// files beyond 64 MiB every part of the file is sampled, 16 MiB in all. Nothing when it can't be read.
 std::optional<std::string> fingerprint_file(const std::string& path);

@@ -42,6 +42,8 @@ struct RunOptions {
   // Workers are forked from one process that has loaded their libraries, where the program is linked with this one: see
   // WorkerForks. Else each is executed.
   bool forks_workers = true;
+  // Of each local rank, on which it stays; empty: all have those of this process.
+  std::vector<std::vector<int>> cores = {};
   std::string role = "default";  // ROLE_NAME
   // Each process has LOCAL_RANK=0 and sees one GPU, as device 0: that of its local rank among those that CUDA_VISIBLE_DEVICES
   // names here.

@@ -295,12 +295,14 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
       std::vector<std::string> words = options.command;
       for (size_t i = 1; i < words.size(); ++i) words[i] = with_local_rank(words[i], rank);
       const int input = variables.first_rank + rank == 0 && ::isatty(STDIN_FILENO) == 0 ? -1 : nothing.get();
-      supervisor.start({.program = options.program,
-                        .arguments = std::move(words),
-                        .environment = mine.strings(),
-                        .standard = {input, ends[0].get(), ends[1].get()},
-                        .inherited = {},
-                        .make_process = forks == nullptr ? MakeProcess() : forks->make_process()});
+      supervisor.start(
+          {.program = options.program,
+           .arguments = std::move(words),
+           .environment = mine.strings(),
+           .standard = {input, ends[0].get(), ends[1].get()},
+           .inherited = {},
+           .make_process = forks == nullptr ? MakeProcess() : forks->make_process(),
+           .cores = options.cores.empty() ? std::vector<int>() : options.cores[static_cast<size_t>(rank)]});
     }
     if (forks != nullptr) forks->started();
     ControlledStreams streams(output, supervisor, variables.first_rank, control,
