@@ -223,27 +223,40 @@ TEST(PipelineFailure, AStageKilledWhileGradientsAreClippedIsNamedOnAllRanks) {
   expect_killed_is_named_in(1, "announce=kill(9)@1", clip);
 }
 
+/// Rank 0, which is not the culprit, ends it when the others have seen that it is stopped.
+void expect_stopped_is_named(int ranks, int hosts, Plan plan, const std::string& action) {
+  SCOPED_TRACE(action + " on " + std::to_string(hosts) + " hosts");
+  plan.action = [] { ::raise(SIGSTOP); };
+  const auto outcomes = run_ranks_collect(
+      ranks,
+      [&](int rank) {
+        auto world = init_process_group();
+        auto group = new_group({}, 4s);  // the others may begin late on a busy machine
+        at::Tensor pid = at::full({1}, rank == plan.culprit ? ::getpid() : 0, at::kLong);
+        broadcast(pid, plan.culprit);
+        const std::string text = message_of<c10::Error>([&] { run_pipeline(rank, group, plan); });
+        EXPECT_THAT(text, AllOf(HasSubstr("rank " + std::to_string(plan.culprit) + " (pid "),
+                                HasSubstr("stopped in " + action)));
+        at::Tensor done = at::ones({1});
+        if (rank != 0) return send(done, 0);
+        for (int other = 1; other < ranks; ++other)
+          if (other != plan.culprit) recv(done, other);
+        ::kill(static_cast<pid_t>(pid.item<int64_t>()), SIGKILL);
+      },
+      {.expected_failures = {plan.culprit}, .hosts = hosts});
+  testing::expect_survivors(outcomes, {plan.culprit});
+}
+
 TEST(PipelineFailure, AStoppedStageIsNamedWithItsAction) {
-  const auto outcomes =
-      run_ranks_collect(3,
-                        [](int rank) {
-                          auto world = init_process_group();
-                          auto group = new_group({}, 4s);  // the others may begin late on a busy machine
-                          at::Tensor pid = at::full({1}, rank == 1 ? ::getpid() : 0, at::kLong);
-                          broadcast(pid, 1);
-                          const std::function<void()> stop = [] { ::raise(SIGSTOP); };
-                          const std::string text = message_of<c10::Error>([&] {
-                            run_pipeline(rank, group, {.culprit = 1, .forward = 2, .action = stop});
-                          });
-                          EXPECT_THAT(text, AllOf(HasSubstr("rank 1 (pid "), HasSubstr("stopped in 1F2")));
-                          at::Tensor done = at::ones({1});
-                          if (rank == 2) send(done, 0);
-                          if (rank != 0) return;
-                          recv(done, 2);
-                          ::kill(static_cast<pid_t>(pid.item<int64_t>()), SIGKILL);
-                        },
-                        {.expected_failures = {1}});
-  testing::expect_survivors(outcomes, {1});
+  expect_stopped_is_named(3, 1, {.culprit = 1, .forward = 2}, "1F2");
+  expect_stopped_is_named(3, 1, {.culprit = 2, .backward = 3}, "2B3");
+  expect_stopped_is_named(2, 1, {.culprit = 1, .forward = 4, .evaluates = true}, "1F4");
+}
+
+TEST(PipelineFailure, AStoppedStageIsNamedOnOtherHosts) {
+  if (!testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
+  expect_stopped_is_named(4, 2, {.culprit = 2, .backward = 2}, "2B2");
+  expect_stopped_is_named(4, 2, {.culprit = 1, .forward = 3}, "1F3");
 }
 
 TEST(PipelineFailure, ARankThatLeavesIsNamed) {

@@ -170,6 +170,7 @@ void HostTransport::tell_cause(int rank) {
   const std::vector<int> awaited = awaited_by(rank_);
   answer.rank = awaited.empty() ? given_up_by(rank_).value_or(rank_) : cause_known_here(awaited);
   answer.number = is_stopped(answer.rank) ? 1 : 0;
+  if (answer.number != 0) answer.set_text(in_action(answer.rank));
   tell(rank, answer);
 }
 
@@ -182,7 +183,10 @@ void HostTransport::hear_cause(int from, const ControlMessage& message) {
   peer.cause = message.rank;
   // That a rank runs is known on its own host alone.
   const bool knows = message.number != 0 || layout_.host_of[from] == layout_.host_of[message.rank];
-  if (!is_here(message.rank) && knows) peers_[message.rank]->life->hear_of(message.number != 0);
+  if (!is_here(message.rank) && knows) {
+    peers_[message.rank]->life->hear_of(message.number != 0);
+    peers_[message.rank]->stopped_in = message.get_text();
+  }
   segments_changed_.notify_all();
 }
 

@@ -68,7 +68,10 @@ std::string HostTransport::describe_end(int rank) {
 }
 
 std::string HostTransport::in_action(int rank) const {
-  if (!is_here(rank)) return "";
+  if (!is_here(rank)) {
+    std::lock_guard lock(segments_mutex_);
+    return peers_[rank]->stopped_in;
+  }
   const ProcessHeader& header = header_of(peers_[rank]->bases[0].load(std::memory_order_acquire));
   const std::string action = TellingAction::describe(header.phases.action.load(std::memory_order_relaxed));
   return action.empty() ? "" : " in " + action;

@@ -131,13 +131,16 @@ void HostTransport::tell_state_of(int neighbour, int to) {
   answer.kind = ControlMessage::Kind::kState;
   answer.rank = neighbour;
   answer.number = is_stopped(neighbour) ? 1 : 0;
+  if (answer.number != 0) answer.set_text(in_action(neighbour));
   tell(to, answer);
 }
 
-void HostTransport::hear_state(int rank, bool stopped) {
+void HostTransport::hear_state(const ControlMessage& message) {
   std::lock_guard lock(segments_mutex_);
-  peers_[rank]->life->hear_of(stopped);
-  ++peers_[rank]->host_answers;
+  Peer& peer = *peers_[message.rank];
+  peer.life->hear_of(message.number != 0);
+  peer.stopped_in = message.get_text();
+  ++peer.host_answers;
   segments_changed_.notify_all();
 }
 

@@ -472,7 +472,7 @@ void HostTransport::hear(int from, const ControlMessage& message) {
       if (is_of_job && is_here(message.rank)) tell_state_of(message.rank, from);
       return;
     case ControlMessage::Kind::kState:
-      if (is_of_job && !is_here(message.rank)) hear_state(message.rank, message.number != 0);
+      if (is_of_job && !is_here(message.rank)) hear_state(message);
       return;
     case ControlMessage::Kind::kPhases:
       if (is_of_job && !is_here(message.rank)) hear_phases(message.rank, message.get_text());

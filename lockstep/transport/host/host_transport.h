@@ -107,7 +107,8 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// "rank 2 (pid 4242) was killed by signal 9 (SIGKILL)". Takes up to 50 ms for a peer that has just ended. Of one on
   /// another host its neighbours' message is awaited for 300 ms; then those that live are asked, for up to 3 s in all.
   std::string describe_end(int rank);
-  /// " in 2B3": what a rank of this host does of a plan, or did when it ended; "" where it has none, and of other hosts'.
+  /// " in 2B3": what a rank of this host does of a plan, or did when it ended, and of another host's in what it was stopped, as was
+  /// heard from there last; "" where that is not known, or it has none.
   std::string in_action(int rank) const;
   /// Of a rank that has ended: whether its own host, or the rank itself, has said so. Otherwise its connection is lost, and
   /// it may live and be cut off.
@@ -196,6 +197,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     uint32_t answers = 0;
     uint32_t host_answers = 0;  // of others of its host: how it is
     int cause = -1;
+    std::string stopped_in;            // see in_action(), as its host or a rank that knows of it has said
     std::atomic<bool> met{false};      // has messages with this rank
     std::optional<PeerLiveness> life;  // of a rank on another host; under segments_mutex_
     Deadline expected = Deadline::after(std::chrono::nanoseconds(0));  // see expect(); under segments_mutex_
@@ -242,7 +244,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   std::vector<int> witnesses_of(int rank) const;
   void ask_host_of(int rank);
   void tell_state_of(int neighbour, int to);
-  void hear_state(int rank, bool stopped);
+  void hear_state(const ControlMessage& message);
   void begin_telling_phases(bool names_stragglers);
   bool is_over(const WaitRecord& record) const;
   void look_at_own_waits();
