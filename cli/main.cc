@@ -11,6 +11,8 @@
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/exception_text.h>
+
 #include "bench.h"
 #include "doctor.h"
 #include "help.h"
@@ -101,10 +103,9 @@ int run_command(int argc, char** argv) {
     return report(program, error.what());
   } catch (const c10::ValueError& error) {
     return report(program, error.what_without_backtrace());
-  } catch (const c10::Error& error) {
-    std::cerr << "lockstep: error: " << error.what_without_backtrace() << '\n';
   } catch (const std::exception& error) {
-    std::cerr << "lockstep: error: " << error.what() << '\n';
+    std::cerr << "lockstep: error: " << lockstep::text_of(error)
+              << "\nSee: docs/troubleshooting.md, which says what messages mean and what to do\n";
   }
   return 1;
 }

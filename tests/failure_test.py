@@ -13,6 +13,7 @@ import support
 # Arms a failpoint in one rank only; no core files.
 ARM = 'ulimit -c 0; if [ "$RANK" = "$VICTIM" ]; then export LOCKSTEP_FAILPOINTS="$FAILPOINT"; fi; exec "$@"'
 ENDLESS = ["--epochs", 1000000, "--batch-size", 64]
+SEE = re.escape("See: docs/troubleshooting.md, which says what messages mean and what to do\n")
 
 
 def training(programs, data):
@@ -61,6 +62,7 @@ def test_the_rank_that_failed_first_is_named_though_its_process_ends_last(progra
     report = done.stderr[done.stderr.index("lockstep run: ") :]
     assert re.match(r"lockstep run: rank 1 \(pid \d+\) failed first: exited with status 1\n", report), done.text
     assert "    meeting_driver: no such data\n" in report, done.text
+    assert report.endswith("lockstep run: docs/troubleshooting.md#what-lockstep-run-reports says what to do\n"), done.text
     for rank in (0, 2):
         assert re.search(rf"^lockstep run: then rank {rank} \(pid \d+\) exited with status 1(, \d+ ms later)?$", report, re.M), done.text
 
@@ -305,7 +307,7 @@ def test_a_loopback_interface_that_is_down_is_said_in_one_line(programs):
         pytest.skip("no network namespaces here")
     done = programs.run(*ALONE, programs.find("lockstep"), "run", "echo", "started")
     assert done.status == 1 and done.stdout == "", done.text
-    assert re.fullmatch(r"lockstep: error: can't connect to 127\.0\.0\.1, .*the loopback interface is down.*\n", done.stderr)
+    assert re.fullmatch(r"lockstep: error: can't connect to 127\.0\.0\.1, .*the loopback interface is down.*\n" + SEE, done.stderr)
 
 
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
@@ -332,7 +334,7 @@ def test_without_a_launcher_nothing_is_written_into_what_has_a_closed_streams_nu
 def test_a_limit_on_open_files_that_is_too_low_is_said_in_one_line(programs):
     done = programs.run("sh", "-c", 'ulimit -c 0; ulimit -n 10; exec "$0" run echo started', programs.find("lockstep"))
     assert done.status == 1 and done.stdout == "", done.text
-    assert re.fullmatch(r"lockstep: error: the limit on open files is 10, .*\(ulimit -n \d+\)\n", done.stderr), done.text
+    assert re.fullmatch(r"lockstep: error: the limit on open files is 10, .*\(ulimit -n \d+\)\n" + SEE, done.stderr), done.text
     enough = re.search(r"ulimit -n (\d+)", done.stderr)[1]
     done = programs.run("sh", "-c", f'ulimit -n {enough}; exec "$0" run echo started', programs.find("lockstep"))
     assert (done.status, done.stdout) == (0, "started\n"), done.text

@@ -12,9 +12,9 @@ TWO = {"RANK": 0, "WORLD_SIZE": 2}
 
 
 def assert_says(result, *words):
-    """It failed in good order (no signal), with one message that contains all the words."""
+    """It failed in good order (no signal), with one message that contains all the words and names the page for them."""
     assert result.status == 1, result.text
-    for word in words:
+    for word in [*words, "docs/troubleshooting.md#meeting"]:
         assert word in result.stderr, f"no '{word}' in {result.text}"
 
 

@@ -57,6 +57,12 @@ def test_no_message_stands_twice():
     assert len(quoted()) == len(set(quoted())) >= 25
 
 
+def test_the_anchors_that_messages_name_are_on_the_page():
+    named = {anchor for text in TEXTS.values() for anchor in re.findall(r"troubleshooting\.md#([\w-]+)", text)}
+    headings = re.findall(r"^#+ (.*)$", PAGE.read_text(), re.M)
+    assert len(named) >= 2 and named <= {heading.lower().replace(" ", "-") for heading in headings}
+
+
 def test_the_search_sees_a_changed_word():
     text = one_piece('TORCH_CHECK(false, "rank ", rank, " has "\n    "left", " the group \\"x\\""); // "gone"')
     assert is_in(fixed_words('rank … has left the group "x"'), text)

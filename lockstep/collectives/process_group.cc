@@ -115,7 +115,7 @@ int DefaultGroup::size() const {
   return get_world_size();
 }
 
-DefaultGroup init_process_group(const InitOptions& options) {
+DefaultGroup init_process_group(const InitOptions& options) try {
   get_debug_level();  // complains about TORCH_DISTRIBUTED_DEBUG before any rank is waited for
   backend_names::check(options.backend);
   TORCH_CHECK_VALUE(options.timeout > std::chrono::milliseconds(0), "init_process_group: the timeout is ",
@@ -135,6 +135,9 @@ DefaultGroup init_process_group(const InitOptions& options) {
   flight::watch_signal();
   registry::install(std::move(world));
   return {};
+} catch (c10::Error& error) {
+  error.add_context(group_making::kMeetingAdvice);
+  throw;
 }
 
 void destroy_process_group(const ProcessGroup& group) {

@@ -177,9 +177,10 @@ c10::intrusive_ptr<LockstepBackend> open_backend(const c10::intrusive_ptr<c10d::
     is_new = mapping.transport == nullptr;
     if (is_new) mapping = make_mapping(*store, rank, size, options, deadline);
   } catch (c10::Error& error) {
-    if (options.global_ranks.empty()) throw;
-    error.add_context(c10::str("while the members of a group met: its ranks 0 to ", size - 1, " are ranks ",
-                               c10::Join(", ", options.global_ranks), " of the job"));
+    error.add_context(options.global_ranks.empty()
+                          ? std::string(group_making::kMeetingAdvice)
+                          : c10::str("while the members of a group met: its ranks 0 to ", size - 1,
+                                     " are ranks ", c10::Join(", ", options.global_ranks), " of the job"));
     throw;
   }
   const auto exchange = group_making::exchange_through_store(

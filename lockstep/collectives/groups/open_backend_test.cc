@@ -154,7 +154,9 @@ TEST(OpenBackend, RefusesWhatMakesNoSense) {
         open_backend(store, 0, 1, {.group_name = "g", .timeout = good.timeout, .global_ranks = {0, 1}});
       }),
       HasSubstr("2 global ranks for a group of 1"));
-  EXPECT_THAT(message_of([&] { open_backend(store, 0, 2, good); }), HasSubstr("rank 1 of 2 did not join"));
+  EXPECT_THAT(message_of([&] { open_backend(store, 0, 2, good); }),
+              AllOf(HasSubstr("rank 1 of 2 did not join"),
+                    HasSubstr("(docs/troubleshooting.md#meeting says what to do)")));
 }
 
 TEST(OpenBackend, ClosingAllWaitsForNoMember) {

@@ -87,7 +87,8 @@ TEST(FailureReport, NamesTheFirstThenTheOthers) {
             "lockstep run: rank 1 (pid 101) failed first: killed by signal 9 (SIGKILL)\n"
             "  its last lines on standard error:\n    one\n    two\n"
             "lockstep run: then rank 0 (pid 100) exited with status 1, 7 ms later: RuntimeError: peer died\n"
-            "lockstep run: ranks 3 and 4 were then ended\n");
+            "lockstep run: ranks 3 and 4 were then ended\n"
+            "lockstep run: docs/troubleshooting.md#what-lockstep-run-reports says what to do\n");
   EXPECT_EQ(failure_report({{0, 100, 0, false, start}}, evidence), "");
   const std::string over_hosts = failure_report(endings, evidence, 4, "host-b");
   EXPECT_THAT(over_hosts, HasSubstr("lockstep run: rank 5 (pid 101 on host-b) failed first: killed"));
@@ -108,7 +109,8 @@ TEST(FailureReport, NamesTheCauseThoughItsProcessEndsLater) {
             "lockstep run: then rank 0 (pid 100) exited with status 1\n"
             "  its error:\n    ValueError: x\n    at line 3\n"
             "  its last lines on standard error:\n    Traceback\n    ValueError: x\n"
-            "lockstep run: then rank 1 (pid 101) exited with status 1\n");
+            "lockstep run: then rank 1 (pid 101) exited with status 1\n"
+            "lockstep run: docs/troubleshooting.md#what-lockstep-run-reports says what to do\n");
   auto changed = endings;
   changed[2] = {2, 102, SIGTERM, true, start + std::chrono::seconds(1), std::nullopt};
   EXPECT_THAT(failure_report(changed, evidence),
@@ -169,7 +171,8 @@ TEST(FailureReport, TellsWantOfMemoryFromOtherKills) {
             "  the kernel's log: Out of memory: Killed process 101 (train)\n"
             "  what helps: smaller batches, fewer ranks on this host, or a higher limit on the job's memory\n"
             "  it wrote nothing to standard error\n"
-            "lockstep run: then rank 0 (pid 100) exited with status 1, 7 ms later\n");
+            "lockstep run: then rank 0 (pid 100) exited with status 1, 7 ms later\n"
+            "lockstep run: docs/troubleshooting.md#what-lockstep-run-reports says what to do\n");
 }
 
 TEST(OrderSimultaneous, ASignalIsTheCauseAndAnAbortAReaction) {

@@ -111,6 +111,7 @@ std::string failure_report(const std::vector<Ending>& endings, const std::vector
   }
   if (!asked.empty())
     report << "lockstep run: " << list(asked) << (asked.size() == 1 ? " was" : " were") << " then ended\n";
+  report << "lockstep run: docs/troubleshooting.md#what-lockstep-run-reports says what to do\n";
   return report.str();
 }
 

@@ -23,6 +23,9 @@ class Store;
 /// that are no members take part in both steps, so that no rank waits for one that had nothing to do.
 namespace lockstep::collectives::internal::group_making {
 
+/// The context that an error of the job's first meeting carries.
+inline constexpr const char* kMeetingAdvice = "docs/troubleshooting.md#meeting says what to do";
+
 /// Gives every rank of a meeting all ranks' bytes, by rank; `mine` has one size everywhere. Collective.
 using Gather = std::function<std::vector<std::string>(const std::string& mine)>;
 
