@@ -103,12 +103,12 @@ def head(runs, left_out):
 
 
 def versions(about):
-    """One line: what was tested."""
-    def seen(key):
-        return " and ".join(sorted({str(one[key]) for one in about if one.get(key)})) or "unknown"
+    """What was tested, when, and at which commit."""
+    def seen(key, mark=""):
+        return " and ".join(sorted({f"{mark}{one[key]}{mark}" for one in about if one.get(key)})) or "unknown"
 
     return (f"torch {seen('torch')}, lockstep {seen('lockstep')}, Python {seen('python')}; "
-            f"ranks started by {seen('start_method')}.")
+            f"ranks started by {seen('start_method')}. Run on {seen('date')} at commit {seen('commit', '`')}.")
 
 
 def table(header, rows):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 import fnmatch
 import json
 import os
@@ -130,9 +131,18 @@ def run(backend, world_size, options):
         "torch": greeting["torch"], "lockstep": greeting["lockstep"], "python": greeting["python"],
         "engine": greeting["engine"], "start_method": options.start_method, "subset": options.subset,
         "only": options.only, "cores": len(os.sched_getaffinity(0)), "jobs": options.jobs,
-        "seconds": round(time.monotonic() - begin, 1),
+        "seconds": round(time.monotonic() - begin, 1), "date": datetime.date.today().isoformat(), "commit": commit(),
     }
     return outcome
+
+
+def commit():
+    """The commit of this folder, with "-dirty" where files have changed since; "" outside of a clone or without git."""
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=HERE, text=True, capture_output=True)
+    except OSError:
+        return ""
+    return done.stdout.strip()
 
 
 def distribute(servers, names, deadline, outcome):

@@ -22,7 +22,7 @@ class Run:
     backend: str
     world_size: int
     tests: dict = dataclasses.field(default_factory=dict)  # full name: entry
-    about: dict = dataclasses.field(default_factory=dict)  # versions, engine, start method, subset, cores, seconds
+    about: dict = dataclasses.field(default_factory=dict)  # versions, engine, start method, subset, cores, seconds, date, commit
 
     def count(self, names=None):
         """{status: number}, of all tests or of those named."""

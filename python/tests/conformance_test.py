@@ -414,9 +414,18 @@ def test_the_page_shows_what_is_not_passed_everywhere():
     assert "The rule holds" in document.page(runs_of("passed", "skipped", "passed"), {})
 
 
+def test_the_page_names_the_days_and_the_commits_of_its_runs():
+    runs = runs_of("passed", "passed", "passed")
+    assert "Run on unknown at commit unknown." in document.page(runs, {})  # results of before these were written
+    for day, run in enumerate(runs.values(), 1):
+        run.about |= {"date": f"2026-11-0{min(day, 2)}", "commit": "abc"}
+    assert "Run on 2026-11-01 and 2026-11-02 at commit `abc`." in document.page(runs, {})
+
+
 def test_the_page_in_the_documents_says_that_the_rule_holds():
     text = document_file().read_text()
     assert "The rule holds" in text
+    assert re.search(r"Run on \d{4}-\d\d-\d\d at commit `[0-9a-f]{7,}`\.", text)
     for name in lists.read_left_out():
         assert f"`{name}`" in text, f"{name} is left out since the page was made; make it anew, it says how"
 
@@ -460,6 +469,7 @@ def check_really_ran(runs, world_size, least_passed=LEAST_PASSED):
     for backend in suites.BACKENDS:
         run = runs[backend, world_size]
         assert run.about["engine"].startswith("lockstep.") == (backend != "gloo")
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", run.about["date"])
     main = [name for name in runs["gloo", world_size].tests if suites.module_of(name) == suites.MAIN]
     assert runs["gloo", world_size].count(main)["passed"] >= least_passed
 
