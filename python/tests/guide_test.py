@@ -1,14 +1,29 @@
-"""The guide "Lockstep from Python" (docs/python.md): its program runs as shown there, in all the ways shown there."""
+"""The guide "Lockstep from Python" (docs/python.md): its program runs as shown there, in all the ways shown there. The Python of
+all documents is Python, and what it imports is there."""
 
+import ast
+import importlib.util
 import pathlib
 import re
+import textwrap
 
 import processes
 import pytest
 from ports import free_port
 
-GUIDE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "python.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+GUIDE = REPOSITORY / "docs" / "python.md"
+DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "python" / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+NEEDED = {"lockstep", "torch"}  # of other packages those that are installed are tried
+
+
+def blocks(page) -> list:
+    text = page.read_text(encoding="utf-8")
+    return [textwrap.dedent(found[2]) for found in re.finditer(r"^( *)```python\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)]
+
+
+PAGES = [page for page in DOCUMENTS if blocks(page)]
+BLOCKS = blocks(GUIDE)
 
 
 @pytest.fixture
@@ -45,7 +60,25 @@ def test_processes_started_by_hand_give_the_same_numbers(folder, losses):
     assert processes.run_python("train.py", cwd=folder, environment=meeting, processes=2) == losses
 
 
-def test_the_other_blocks_are_python():
-    assert len(BLOCKS) > 1
-    for block in BLOCKS[1:]:
-        compile(block, GUIDE.name, "exec")
+def imports(code) -> list:
+    """The import statements, but for those of packages that are not there."""
+    lines = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            packages = {name.partition(".")[0] for name in names}
+            if all(package in NEEDED or importlib.util.find_spec(package) for package in packages):
+                lines.append(ast.unparse(node))
+    return lines
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_each_block_is_python(page):
+    for block in blocks(page):
+        compile(block, page.name, "exec")
+
+
+def test_what_the_blocks_import_is_there():
+    lines = dict.fromkeys(line for page in PAGES for block in blocks(page) for line in imports(block))
+    assert "import lockstep" in lines and len(lines) > 10
+    processes.run_python("-c", "\n".join(lines))
