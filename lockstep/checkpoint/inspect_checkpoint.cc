@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <ctime>
 #include <map>
 #include <optional>
@@ -17,6 +16,7 @@
 
 #include <lockstep/base/process/memory.h>
 #include <lockstep/base/text/counted.h>
+#include <lockstep/base/text/json_number.h>
 #include <lockstep/base/text/json_text.h>
 #include <lockstep/base/text/printable.h>
 #include <lockstep/checkpoint/checkpoint.h>
@@ -48,12 +48,6 @@ std::string time_text(std::chrono::system_clock::time_point time) {
   return text.data();
 }
 
-/// JSON has no NaN.
-ordered_json number(double value) {
-  if (std::isfinite(value)) return value;
-  return std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
-}
-
 int64_t bytes_of(const Manifest& manifest) {
   int64_t bytes = 0;
   for (const auto& file : manifest.files) bytes += file.bytes;
@@ -63,7 +57,7 @@ int64_t bytes_of(const Manifest& manifest) {
 ordered_json info_to_json(const Manifest& manifest) {
   const CheckpointInfo& info = manifest.info;
   ordered_json metrics = ordered_json::object();
-  for (const auto& [name, value] : info.metrics) metrics[name] = number(value);
+  for (const auto& [name, value] : info.metrics) metrics[name] = json_number(value);
   return {{"directory", info.directory.string()},
           {"step", info.step},
           {"epoch", info.epoch},
@@ -383,7 +377,7 @@ class Comparison {
       ordered_json more = ordered_json::object();
       if (difference) {
         text << difference->elements << " elements differ, by at most " << difference->most;
-        more = {{"elements", difference->elements}, {"at_most", number(difference->most)}};
+        more = {{"elements", difference->elements}, {"at_most", json_number(difference->most)}};
       } else {
         text << "its bytes differ";
       }

@@ -16,6 +16,7 @@
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/random_bytes.h>
 #include <lockstep/base/text/hex.h>
+#include <lockstep/base/text/json_number.h>
 #include <lockstep/base/text/json_text.h>
 #include <lockstep/base/text/lower_case.h>
 #include <lockstep/mlflow/internal/sender.h>
@@ -42,13 +43,6 @@ int64_t milliseconds_since_1970() {
 
 std::string variable(const char* name) {
   return environment::text(name).value_or("");
-}
-
-/// As JSON has no NaN, in protobuf's words.
-json metric_value(double value) {
-  if (std::isnan(value)) return "NaN";
-  if (std::isinf(value)) return value > 0 ? "Infinity" : "-Infinity";
-  return value;
 }
 
 /// Parameters are texts; these are Python's.
@@ -282,7 +276,7 @@ void MlflowWriter::log_metrics(const Metrics& metrics, int64_t step) {
   const int64_t now = milliseconds_since_1970();
   json entries = json::array();
   for (const auto& [name, value] : metrics) {
-    entries.push_back({name, metric_value(value), now, step});
+    entries.push_back({name, json_number(value, NumberWords::kProtobuf), now, step});
     if (entries.size() == kMetricsOfALine) impl_->log({{"metrics", std::exchange(entries, json::array())}});
   }
   if (!entries.empty()) impl_->log({{"metrics", std::move(entries)}});

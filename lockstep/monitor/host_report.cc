@@ -1,9 +1,9 @@
-#include <cmath>
 #include <limits>
 #include <utility>
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/text/json_number.h>
 #include <lockstep/base/text/json_text.h>
 #include <lockstep/base/text/json_value.h>
 #include <lockstep/monitor/host_report.h>
@@ -25,12 +25,7 @@ void take(const json& object, const char* name, std::optional<T>& value) {
   if (const auto found = object.find(name); found != object.end()) value = json_value<T>(*found);
 }
 
-/// nlohmann's numbers that are none become null.
-ordered_json number_or_word(double value) {
-  if (std::isfinite(value)) return value;
-  return std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
-}
-
+/// What json_number() has written.
 double number_or_word(const json& value) {
   if (value.is_number()) return value.get<double>();
   const auto word = value.get<std::string>();
@@ -44,7 +39,7 @@ ordered_json json_of(const RankReport& rank) {
   put(object, "step", rank.step);
   put(object, "step_seconds", rank.step_seconds);
   put(object, "samples_per_second", rank.samples_per_second);
-  if (rank.loss) object["loss"] = number_or_word(*rank.loss);
+  if (rank.loss) object["loss"] = json_number(*rank.loss);
   object["phase"] = rank.phase;
   put(object, "phase_seconds", rank.phase_seconds);
   object["stopped"] = rank.stopped;

@@ -1,10 +1,10 @@
-#include <cmath>
 #include <string>
 #include <utility>
 
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/text/json_number.h>
 #include <lockstep/base/text/json_text.h>
 #include <lockstep/observe/internal/wall_time.h>
 #include <lockstep/observe/json_lines_writer.h>
@@ -15,9 +15,7 @@ namespace {
 using nlohmann::json;
 
 json to_json(double value) {
-  if (std::isnan(value)) return "NaN";
-  if (std::isinf(value)) return value > 0 ? "Infinity" : "-Infinity";
-  return value;
+  return json_number(value, NumberWords::kProtobuf);
 }
 json to_json(bool value) {
   return value;

@@ -1,5 +1,4 @@
 #include <cinttypes>
-#include <cmath>
 #include <ctime>
 #include <limits>
 #include <set>
@@ -8,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/text/formatted.h>
+#include <lockstep/base/text/json_number.h>
 #include <lockstep/base/text/json_text.h>
 #include <lockstep/base/text/printable.h>
 #include <lockstep/checkpoint/internal/checksum.h>
@@ -30,11 +30,6 @@ constexpr size_t kChecksumDigits = 32;
 constexpr int kMaxDepth = 5;
 
 // --- writing
-
-ordered_json metric_to_json(double value) {
-  if (std::isfinite(value)) return value;
-  return std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
-}
 
 int64_t to_microseconds(std::chrono::system_clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::microseconds>(time.time_since_epoch()).count();
@@ -205,7 +200,7 @@ std::string rank_name(int64_t rank) {
 std::string to_text(const Manifest& manifest) {
   const CheckpointInfo& info = manifest.info;
   ordered_json metrics = ordered_json::object();
-  for (const auto& [name, value] : info.metrics) metrics[name] = metric_to_json(value);
+  for (const auto& [name, value] : info.metrics) metrics[name] = json_number(value);
   std::string text = "{\n" + std::string(kFormatMember) + ",\n\"version\": " + std::to_string(kVersion);
   text += ",\n\"info\": {\"step\": " + std::to_string(info.step) +
           ", \"epoch\": " + std::to_string(info.epoch) + ", \"metrics\": " + json_text(metrics) +
