@@ -6,6 +6,7 @@
 #include <unistd.h>
 #include <vector>
 
+#include <lockstep/transport/host/memory/fault_handler.h>
 #include <lockstep/transport/host/memory/forked_memory.h>
 
 namespace lockstep::transport {
@@ -36,19 +37,11 @@ constexpr char kMessage[] =
     "start method \"spawn\").\n";
 
 void on_fault(int signal, siginfo_t* info, void* context) {
-  const Registry& all = registry();
   if (is_forked_memory(info->si_addr)) {
     [[maybe_unused]] const auto written = ::write(STDERR_FILENO, kMessage, sizeof kMessage - 1);
     ::_exit(1);
   }
-  const struct sigaction& before = all.before;
-  if ((before.sa_flags & SA_SIGINFO) != 0) {
-    before.sa_sigaction(signal, info, context);
-  } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
-    before.sa_handler(signal);
-  } else {
-    ::sigaction(signal, &before, nullptr);  // the instruction faults again, as if we had never been here
-  }
+  pass_fault_on(registry().before, signal, info, context);
 }
 
 void lock_registry() {
@@ -56,17 +49,6 @@ void lock_registry() {
 }
 void unlock_registry() {
   registry().mutex.unlock();
-}
-
-void install_handler(Registry& all) {
-  struct sigaction action {};
-  action.sa_sigaction = on_fault;
-  action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-  struct sigaction current {};
-  ::sigaction(SIGSEGV, nullptr, &current);
-  if ((current.sa_flags & SA_SIGINFO) != 0 && current.sa_sigaction == on_fault) return;
-  all.before = current;
-  ::sigaction(SIGSEGV, &action, nullptr);
 }
 
 void after_fork_in_child() {
@@ -77,7 +59,7 @@ void after_fork_in_child() {
     all.inherited.push_back(range);
   }
   all.own.clear();
-  if (!all.inherited.empty()) install_handler(all);
+  if (!all.inherited.empty()) install_fault_handler(on_fault, all.before);
   all.mutex.unlock();
 }
 
@@ -109,7 +91,7 @@ bool is_forked_memory(const void* address) {
 void install_forked_memory_handler() {
   Registry& all = registry();
   std::lock_guard lock(all.mutex);
-  if (!all.inherited.empty()) install_handler(all);
+  if (!all.inherited.empty()) install_fault_handler(on_fault, all.before);
 }
 
 }  // namespace lockstep::transport

@@ -10,6 +10,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/transport/host/memory/fault_handler.h>
 #include <lockstep/transport/host/memory/forked_memory.h>
 #include <lockstep/transport/host/memory/read_only_view.h>
 
@@ -57,23 +58,12 @@ void note_write(const void* address) {
 
 void on_write(int signal, siginfo_t* info, void* context) {
   if (info->si_code == SEGV_ACCERR) note_write(info->si_addr);
-  if ((handler_before.sa_flags & SA_SIGINFO) != 0) {
-    handler_before.sa_sigaction(signal, info, context);
-  } else if (handler_before.sa_handler != SIG_DFL && handler_before.sa_handler != SIG_IGN) {
-    handler_before.sa_handler(signal);
-  } else {
-    ::sigaction(signal, &handler_before, nullptr);  // the instruction faults again, and ends the process
-  }
+  pass_fault_on(handler_before, signal, info, context);
 }
 
 void install_write_handler() {
   static std::once_flag once;
-  std::call_once(once, [] {
-    struct sigaction action {};
-    action.sa_sigaction = on_write;
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    ::sigaction(SIGSEGV, &action, &handler_before);
-  });
+  std::call_once(once, [] { install_fault_handler(on_write, handler_before); });
 }
 
 template <class Change>
