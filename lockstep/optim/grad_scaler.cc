@@ -11,8 +11,8 @@
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/device/cuda_library.h>
+#include <lockstep/nn/collective_optimizer.h>
 #include <lockstep/nn/gradient_list.h>
-#include <lockstep/optim/collective_optimizer.h>
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 

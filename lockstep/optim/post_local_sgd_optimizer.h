@@ -4,7 +4,7 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <lockstep/optim/collective_optimizer.h>
+#include <lockstep/nn/collective_optimizer.h>
 #include <lockstep/optim/model_averaging.h>
 
 namespace lockstep {

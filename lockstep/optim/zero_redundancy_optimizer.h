@@ -9,7 +9,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <lockstep/collectives/process_group.h>
-#include <lockstep/optim/collective_optimizer.h>
+#include <lockstep/nn/collective_optimizer.h>
 #include <lockstep/optim/partition.h>
 #include <lockstep/parallel/ddp/join.h>
 

@@ -14,9 +14,9 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <lockstep/nn/collective_optimizer.h>
 #include <lockstep/nn/model_tensors.h>
 #include <lockstep/nn/named_tensor.h>
-#include <lockstep/optim/collective_optimizer.h>
 #include <lockstep/parallel/fsdp/any_wrapper.h>
 #include <lockstep/parallel/fsdp/options.h>
 #include <lockstep/parallel/fsdp/sharded_tensor.h>
