@@ -4,6 +4,7 @@
 #   [STATIC]     a library of its own, lockstep_NAME, that only programs of this build link; it is not installed
 #   MAY_INCLUDE  rooms below this one, by their folders (base, parallel/ddp); scripts/check-includes holds every #include
 #                against this list
+#   TESTS_MAY_INCLUDE  rooms beside those that its tests include: no arrows of the library
 #   PRIVATE      its folders whose headers are for the room alone, as those of internal/ are
 #   SOURCES      files of the library
 #   TESTS        NAME_test.cc files, linked into one program NAME_tests, one ctest of the same name; with a
@@ -21,7 +22,7 @@
 #   LINK         libraries that a COMPONENT or a STATIC room links
 function(lockstep_room name)
   cmake_parse_arguments(ROOM "COMPONENT;STATIC;TORCH_TESTS" "TEST_TIMEOUT"
-    "MAY_INCLUDE;PRIVATE;SOURCES;TESTS;HOSTS_TESTS;DRIVERS;LINK" ${ARGN})
+    "MAY_INCLUDE;TESTS_MAY_INCLUDE;PRIVATE;SOURCES;TESTS;HOSTS_TESTS;DRIVERS;LINK" ${ARGN})
   list(TRANSFORM ROOM_SOURCES PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/")
   if(ROOM_COMPONENT)
     add_library(lockstep_${name} SHARED ${ROOM_SOURCES})

@@ -72,7 +72,7 @@ def test_format_check_finds_and_mends(tmp_path):
 @pytest.fixture
 def tree(tmp_path):
     """Rooms base <- store <- work <- play/ball; returns a function that writes files and gives the checker's answer."""
-    rooms = {"base": "", "store": "base PRIVATE shelves", "work": "base store # not top\n", "play/ball": "work"}
+    rooms = {"base": "", "store": "base PRIVATE shelves", "work": "base store # not top\n", "play/ball": "work TESTS_MAY_INCLUDE base"}
 
     def check(files=None, **changed_rooms):
         for room, may_include in (rooms | changed_rooms).items():
@@ -99,6 +99,7 @@ def tree(tmp_path):
     ("lockstep/play/ball/a.cc", "<lockstep/work/a.h>"),
     ("lockstep/play/ball/a.cc", "<lockstep/play/ball/internal/a.h>"),
     ("lockstep/play/ball/deep/a.cc", '"../a.inc"'),
+    ("lockstep/play/ball/a_test.cc", "<lockstep/base/a.h>"),
     ("lockstep/work/a_test.cc", "<lockstep/testing/harness.h>"),
     ("lockstep/work/testing/a.h", "<lockstep/testing/harness.h>"),
     ("lockstep/testing/a.cc", "<lockstep/work/internal/a.h>"),
@@ -146,6 +147,8 @@ def test_may_include_without_cycles_and_strangers(tree):
     status, output = tree(base="base")
     assert status == 1 and "cycle: base -> base" in output
     status, output = tree(base="attic")
+    assert status == 1 and "names 'attic', and there is no such room" in output
+    status, output = tree(base="TESTS_MAY_INCLUDE attic")
     assert status == 1 and "names 'attic', and there is no such room" in output
 
 
