@@ -60,9 +60,9 @@ class PairTest {
   void check_values() {
     const std::vector<int> members = {pair_.first, pair_.second};
     for (int64_t numel : kExerciseSizes) {
-      for (Placement placement : {Placement::kStaged, Placement::kArena}) {
+      for (TensorMemory memory : {TensorMemory::kStaged, TensorMemory::kArena}) {
         guard_.begin_step();
-        exercise_collectives(numel, placement, members, rank_, members, group_);
+        exercise_collectives(numel, memory, members, rank_, members, group_);
       }
       guard_.begin_step();
       exercise_messages(numel, rank_, rank_ == pair_.first ? pair_.second : pair_.first, group_);
@@ -128,8 +128,8 @@ void LockstepProbe::test_all() {
   std::vector<int> roots = {0};
   if (world_.world_size > 1) roots.push_back(world_.world_size - 1);
   for (int64_t numel : kExerciseSizes) {
-    for (Placement placement : {Placement::kStaged, Placement::kArena}) {
-      exercise_collectives(numel, placement, all_ranks(world_.world_size), world_.rank, roots, {});
+    for (TensorMemory memory : {TensorMemory::kStaged, TensorMemory::kArena}) {
+      exercise_collectives(numel, memory, all_ranks(world_.world_size), world_.rank, roots, {});
     }
   }
 }

@@ -29,8 +29,8 @@ namespace lockstep::doctor::job_test {
 using internal::difference_from_sum;
 using internal::exercise_collectives;
 using internal::fill_contribution;
-using internal::Placement;
 using internal::ReportBoard;
+using internal::TensorMemory;
 
 namespace {
 
@@ -475,9 +475,9 @@ TEST(Exercise, WrongValuesAreErrors) {
   // The ranks do not agree on their numbers, so that the sums come out as other ranks' would.
   testing::run_ranks(2, [](int rank) {
     auto world = init_process_group();
-    EXPECT_NO_THROW(exercise_collectives(100, Placement::kStaged, {0, 1}, rank, {0, 1}, {}));
+    EXPECT_NO_THROW(exercise_collectives(100, TensorMemory::kStaged, {0, 1}, rank, {0, 1}, {}));
     try {
-      exercise_collectives(100, Placement::kStaged, {0, 2}, rank, {0}, {});
+      exercise_collectives(100, TensorMemory::kStaged, {0, 2}, rank, {0}, {});
       ADD_FAILURE() << "should have thrown";
     } catch (const c10::DistBackendError& error) {
       EXPECT_THAT(error.what_without_backtrace(),

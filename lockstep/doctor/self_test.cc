@@ -24,7 +24,7 @@ namespace lockstep::doctor {
 using internal::exercise_collectives;
 using internal::exercise_messages;
 using internal::kExerciseSizes;
-using internal::Placement;
+using internal::TensorMemory;
 
 namespace {
 
@@ -36,8 +36,8 @@ void run_rank(int rank, std::chrono::milliseconds timeout) {
   // Before the parent kills, for then a rank says which other one it waits for.
   const auto world = init_process_group({.timeout = timeout / 2});
   for (int64_t numel : kExerciseSizes) {
-    for (Placement placement : {Placement::kStaged, Placement::kArena}) {
-      exercise_collectives(numel, placement, {0, 1}, rank, {0, 1}, {});
+    for (TensorMemory memory : {TensorMemory::kStaged, TensorMemory::kArena}) {
+      exercise_collectives(numel, memory, {0, 1}, rank, {0, 1}, {});
     }
     exercise_messages(numel, rank, 1 - rank, {});
   }

@@ -19,7 +19,7 @@ class Rounds {
  public:
   Rounds(HostChannel& channel, const Exchange& exchange, const std::vector<Offer>& offers)
       : channel_(channel), exchange_(exchange), offers_(offers), buffers_(channel) {
-    for (const Offer& offer : offers) any_staged_ |= offer.header().place == Place::kStaged;
+    for (const Offer& offer : offers) any_staged_ |= offer.header().place == DataPlace::kStaged;
     if (!any_staged_) return;
     for (const Offer& offer : offers) {
       const size_t window = window_bytes(offer);
@@ -33,7 +33,7 @@ class Rounds {
   size_t chunks() const { return any_staged_ ? rounds_ : 0; }
 
   void run(const Consume& consume) {
-    const bool staging = offers_[channel_.rank()].header().place == Place::kStaged;
+    const bool staging = offers_[channel_.rank()].header().place == DataPlace::kStaged;
     if (staging) stage(0);
     for (size_t k = 0; k < rounds_; ++k) {
       if (staging && k + 1 < rounds_) {
@@ -82,9 +82,9 @@ class Rounds {
       if (from == own) {
         const Piece& piece = exchange_.gives[exchange_.gives.size() == 1 ? 0 : own];
         part.data = static_cast<const std::byte*>(piece.data) + part.offset;
-      } else if (offer.header().place == Place::kInline) {
+      } else if (offer.header().place == DataPlace::kInline) {
         part.data = offer.inline_for(own) + part.offset;
-      } else if (offer.header().place == Place::kArena) {
+      } else if (offer.header().place == DataPlace::kArena) {
         part.data = channel_.memory(from, offer.memory_for(own)) + part.offset;
       } else {
         channel_.await_rank(Flag::kStaged, from, buffers_.number(k));
@@ -112,7 +112,7 @@ void exchange_on_host(HostChannel& channel, const Terms& terms, const Signature&
   bool all_inline = true;
   for (int rank = 0; rank < channel.size(); ++rank) {
     offers.emplace_back(channel, rank);
-    all_inline &= offers.back().header().place == Place::kInline;
+    all_inline &= offers.back().header().place == DataPlace::kInline;
   }
   if (exchange.compare_sizes) compare_sizes(channel, offers);
   Rounds rounds(channel, exchange, offers);

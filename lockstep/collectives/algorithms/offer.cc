@@ -27,7 +27,7 @@ void write_own_offer(HostChannel& channel, const Exchange& exchange, int own, ui
                      bool all) {
   std::byte* payload = channel.own_payload();
   auto* header = reinterpret_cast<Offer::Header*>(payload);
-  *header = {Place::kStaged, 0, between_hosts, 0};
+  *header = {DataPlace::kStaged, 0, between_hosts, 0};
   const size_t table = table_bytes(exchange);
   if (table > HostChannel::kPayloadBytes) return;
   const size_t bytes = offer_bytes(exchange);
@@ -43,7 +43,7 @@ void write_own_offer(HostChannel& channel, const Exchange& exchange, int own, ui
     in_arena = references.back().has_value();
   }
   header->entries = static_cast<uint32_t>(exchange.gives.size());
-  header->place = is_inline ? Place::kInline : in_arena ? Place::kArena : Place::kStaged;
+  header->place = is_inline ? DataPlace::kInline : in_arena ? DataPlace::kArena : DataPlace::kStaged;
   header->whole_bytes = is_inline && all ? bytes : 0;
   auto* entries = reinterpret_cast<Offer::Entry*>(payload + sizeof(Offer::Header));
   size_t at = table;

@@ -12,7 +12,7 @@
 namespace lockstep::algorithms {
 
 /// Where the peers find the data.
-enum class Place : uint32_t { kInline, kArena, kStaged };
+enum class DataPlace : uint32_t { kInline, kArena, kStaged };
 
 /// A rank's announcement, read in its payload.
 class Offer {
@@ -20,7 +20,7 @@ class Offer {
   /// The head of the payload; entries, and if sizes are compared the bytes taken from each rank, follow; then the
   /// data, if they are there.
   struct Header {
-    Place place;
+    DataPlace place;
     uint32_t entries;  // 0, 1 (for all ranks) or one for each rank
     /// Bytes of the largest piece that this rank gives to, or takes from, another host.
     uint64_t between_hosts;

@@ -16,14 +16,14 @@ void expect_sum(const at::Tensor& tensor, const std::vector<int>& ranks, const s
 
 }  // namespace
 
-at::Tensor make_tensor(int64_t numel, Placement placement, const ProcessGroup& group) {
-  return placement == Placement::kArena ? empty_shared({numel}, at::kFloat, group)
+at::Tensor make_tensor(int64_t numel, TensorMemory memory, const ProcessGroup& group) {
+  return memory == TensorMemory::kArena ? empty_shared({numel}, at::kFloat, group)
                                         : at::empty({numel}, at::kFloat);
 }
 
-void exercise_collectives(int64_t numel, Placement placement, const std::vector<int>& members, int rank,
+void exercise_collectives(int64_t numel, TensorMemory memory, const std::vector<int>& members, int rank,
                           const std::vector<int>& roots, const ProcessGroup& group) {
-  const at::Tensor tensor = make_tensor(numel, placement, group);
+  const at::Tensor tensor = make_tensor(numel, memory, group);
   fill_contribution(tensor, rank);
   all_reduce(tensor, ReduceOp::SUM, group);
   expect_sum(tensor, members, "all_reduce");

@@ -230,7 +230,7 @@ class WindowedExchange {
 
   void stage(size_t k) {
     const int own = host_.rank();
-    if (offers_[own].header().place != Place::kStaged || !ways_.gives_to_neighbours()) return;
+    if (offers_[own].header().place != DataPlace::kStaged || !ways_.gives_to_neighbours()) return;
     for (size_t to = 0; to < local_.gives.size(); ++to) {
       if (local_.gives.size() > 1 && to == static_cast<size_t>(own)) continue;
       const Window part = window_of(local_.gives[to].bytes, window_, k);
@@ -254,8 +254,9 @@ class WindowedExchange {
     const int own = host_.rank();
     const Offer& offer = offers_[place];
     if (place == own) return static_cast<const std::byte*>(give_to(from).data) + part.offset;
-    if (offer.header().place == Place::kInline) return offer.inline_for(entry_of(offer, own)) + part.offset;
-    if (offer.header().place == Place::kArena)
+    if (offer.header().place == DataPlace::kInline)
+      return offer.inline_for(entry_of(offer, own)) + part.offset;
+    if (offer.header().place == DataPlace::kArena)
       return host_.memory(place, offer.memory_for(own)) + part.offset;
     host_.await_rank(Flag::kStaged, place, number(k));
     return staged(place, k, own);

@@ -94,7 +94,7 @@ class ScatteredReduction {
   }
   std::byte* partial_of_host(int host, size_t k) { return partial(owned_.size() + host, k); }
 
-  bool is_staged(int place) const { return offers_[place].header().place == Place::kStaged; }
+  bool is_staged(int place) const { return offers_[place].header().place == DataPlace::kStaged; }
   void stage(size_t k) {
     if (!is_staged(host_.rank())) return;
     if (k >= kStageBuffers) host_.await_all(Flag::kReduced, number(k - kStageBuffers));
@@ -138,7 +138,7 @@ class ScatteredReduction {
     const Offer& offer = offers_[place];
     if (place == host_.rank()) return static_cast<const std::byte*>(exchange_.gives[rank].data) + part.offset;
     if (is_staged(place)) return staged(place, rank, k);
-    if (offer.header().place == Place::kInline) return offer.inline_for(rank) + part.offset;
+    if (offer.header().place == DataPlace::kInline) return offer.inline_for(rank) + part.offset;
     return part.bytes == 0 ? nullptr : host_.memory(place, offer.memory_for(rank)) + part.offset;
   }
 
