@@ -23,7 +23,7 @@ struct Output {
   }
 };
 
-/// A struct of somebody else, for which a function says it.
+/// A struct of another library, for which a function says it.
 struct Foreign {
   torch::Tensor one;
   std::string name;

@@ -67,7 +67,7 @@ class JobExamination {
 
   JobObservations run() {
     collect_facts();
-    if (!somebody_ended() && join() && !somebody_ended()) {
+    if (!any_rank_ended() && join() && !any_rank_ended()) {
       test_all();
       test_wires();
       test_pairs();
@@ -94,7 +94,7 @@ class JobExamination {
   }
 
   /// A launcher will end the job then: there is little time left to report.
-  bool somebody_ended() const {
+  bool any_rank_ended() const {
     for (int rank = 0; rank < world_.world_size; ++rank) {
       if (board_.state(rank) == ReportBoard::State::kEnded) return true;
     }
@@ -165,7 +165,7 @@ class JobExamination {
     const int sweeps = rounds.size() <= kRoundsToSweep ? kSweeps : 1;
     const size_t all = rounds.size() * static_cast<size_t>(sweeps);
     for (size_t number = 0; number < all; ++number) {
-      if (somebody_ended()) return;
+      if (any_rank_ended()) return;
       std::vector<Pair> pairs;
       for (const Pair& pair : rounds[number % rounds.size()]) {
         const Pair ranks(hosts[static_cast<size_t>(pair.first)], hosts[static_cast<size_t>(pair.second)]);
@@ -212,7 +212,7 @@ class JobExamination {
     size_t number = 0;
     for (int sweep = 0; sweep < kSweeps; ++sweep) {
       for (const auto& round : rounds) {
-        if (somebody_ended()) return;
+        if (any_rank_ended()) return;
         begin("pairs of ranks", number++, all);
         std::vector<Pair> pairs;
         for (const Pair& pair : round) {

@@ -229,8 +229,7 @@ void ProgressBar::finish() noexcept {
     const double elapsed = seconds(now - start_);
     state_.rate = elapsed > 0 ? static_cast<double>(state_.done) / elapsed : 0;
     draw(now, /*last=*/true);
-  } catch (...) {  // NOLINT(bugprone-empty-catch): out of memory, or the caller's clock; no reason to end a
-                   // training
+  } catch (...) {  // NOLINT(bugprone-empty-catch): memory or the caller's clock: no reason to end a run
   }
 }
 

@@ -21,8 +21,7 @@ struct RowGroupCollateOptions {
 /// A collate function for a DataLoader over a ParquetDataset: from the row groups of one of the loader's
 /// batches to batches of rows. Several row groups at a time mix their rows.
 ///
-///     DataLoader loader(train, {.batch_size = 4, .sampler = &sampler, .num_workers = 1},      // 4 row
-///     groups
+///     DataLoader loader(train, {.batch_size = 4, .sampler = &sampler, .num_workers = 1},  // 4 row groups
 ///                       RowGroupCollate({.batch_size = 64, .sampler = &sampler}));
 ///     for (auto& batches : loader)
 ///       for (auto& batch : batches) step(batch.matrix(features), batch.tensor("label"));

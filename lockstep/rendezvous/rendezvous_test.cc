@@ -172,7 +172,7 @@ TEST_F(Rendezvous, FileAgainAndAgain) {
   EXPECT_THAT(run({0, 1, 2}, 3, options, "first"), Each("ok"));
   EXPECT_THAT(run({0, 1, 2}, 3, options, "second"), Each("ok"));
   std::filesystem::remove(file);
-  EXPECT_THAT(run({0, 1, 2}, 3, options, "third"), Each("ok")) << "after somebody deleted the file";
+  EXPECT_THAT(run({0, 1, 2}, 3, options, "third"), Each("ok")) << "after the file was deleted";
 }
 
 TEST_F(Rendezvous, GivenStoreAgain) {

@@ -63,7 +63,7 @@ std::vector<std::string> run(c10d::Store& store, const std::vector<int>& ranks, 
   return run(store, ranks, std::vector<int>(ranks.size(), world_size), timeout);
 }
 
-TEST(StoreAllGather, ReturnsEverybodysBytesInRankOrder) {
+TEST(StoreAllGather, ReturnsTheBytesOfAllInRankOrder) {
   c10d::HashStore store;
   for (const auto& result : run(store, {2, 0, 3, 1}, 4, 60s)) EXPECT_EQ(result, "x0|x1|x2|x3|");
 }
@@ -81,14 +81,14 @@ TEST(StoreAllGather, NamesTheMissingRanksToAllThatCame) {
   }
 }
 
-TEST(StoreAllGather, TwoProcessesWithOneRankFailEverybody) {
+TEST(StoreAllGather, TwoProcessesWithOneRankFailAll) {
   c10d::HashStore store;
   for (const auto& result : run(store, {0, 1, 1}, 3, 60s)) {
     EXPECT_THAT(result, AllOf(HasSubstr("store: rank 1 of 3 is claimed twice"), HasSubstr("process ")));
   }
 }
 
-TEST(StoreAllGather, DifferentWorldSizesFailEverybody) {
+TEST(StoreAllGather, DifferentWorldSizesFailAll) {
   c10d::HashStore store;
   for (const auto& result : run(store, {0, 1}, {3, 4}, 60s)) {
     EXPECT_THAT(result, AllOf(HasSubstr("store: rank "), HasSubstr("was started with world size ")));

@@ -20,8 +20,7 @@
 ///     {"$float": "nan" | "inf" | "-inf" | "nan:HEX"}    HEX: the 64 bits of a NaN that is not the usual one
 ///     {"$bytes": "HEX"}                                a string that is not UTF-8
 ///     {"$tuple": [VALUE, …]}
-///     {"$dict": [[KEY, VALUE], …]}                     a dict with other keys: whole numbers, bool, float,
-///     string
+///     {"$dict": [[KEY, VALUE], …]}                     a dict with other keys: numbers, bool, string
 ///     {"$complex": [REAL, IMAGINARY]}
 ///     {"$device": "cuda:0"}
 ///     {"$tensor": "NAME"}                              as called in the safetensors files; null: undefined

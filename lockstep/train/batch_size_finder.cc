@@ -224,7 +224,7 @@ class Finder {
       if (report.kind != FailureCause::kOutOfMemory || !reason.empty()) continue;
       reason = "rank " + std::to_string(agreement.former_ranks[i]) + " ran out of memory";
     }
-    if (agreement.somebody_died || reason.empty()) std::rethrow_exception(failure);
+    if (agreement.any_rank_died || reason.empty()) std::rethrow_exception(failure);
     if (agreement.group) move_to_(agreement.group);
     return reason;
   }

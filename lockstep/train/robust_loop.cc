@@ -132,7 +132,7 @@ bool RobustLoop::all_can_repeat() const {
     out_of_memory = out_of_memory || report.kind == FailureCause::kOutOfMemory;
     can_lower = can_lower || report.largest_micro_batch > 1;
   }
-  return out_of_memory && can_lower && !agreement_->somebody_died;
+  return out_of_memory && can_lower && !agreement_->any_rank_died;
 }
 
 /// The lowest rank's error of its own; else that a peer is gone, as the lowest rank was told.
@@ -151,7 +151,7 @@ void RobustLoop::save_what_is_left() {
   const std::string cause = first_cause();
   const int rank = agreement_->group ? get_rank(agreement_->group) : 0;
   // Together if all are there and between the same two steps; else one of those that are furthest, alone.
-  bool together = !agreement_->somebody_died;
+  bool together = !agreement_->any_rank_died;
   int saver = -1;
   for (int i = 0; i < static_cast<int>(reports.size()); ++i) {
     const auto& report = reports[static_cast<size_t>(i)];

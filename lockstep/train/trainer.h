@@ -44,26 +44,25 @@ namespace lockstep {
 ///     lockstep::Trainer trainer(std::make_shared<Net>(), torch::optim::AdamWOptions(1e-3), loader, loss_of,
 ///                               {.strategy = lockstep::Strategy::fsdp});
 ///
-/// Or a pipeline: a torch::nn::Sequential, which the Trainer cuts by a balance, or the rank's stages, of a model that is nowhere
-/// as a whole:
+/// Or a pipeline: a torch::nn::Sequential, which the Trainer cuts by a balance, or the rank's stages of a model
+/// that is nowhere as a whole:
 ///
 ///     lockstep::Trainer trainer(std::vector{stage}, torch::optim::AdamWOptions(1e-3), loader, loss_of,
 ///                               {.strategy = lockstep::Strategy::pipeline, .pipeline = {.n_microbatches = 8}});
 ///
-/// Then all ranks of a pipeline have the same batches (DistributedSampler with the numbers of pipelines, not of ranks), which
-/// is checked; the first stage gets their first tensor (BatchAccess); loss_of is called on the rank of the last stage, with each
-/// micro-batch and a PipelineOutput for its model. step_loss() is the whole batch's, on all ranks. docs/pipelines.md has what
-/// else is different.
+/// Then all ranks of a pipeline have the same batches (DistributedSampler with the numbers of pipelines, not of
+/// ranks), which is checked; the first stage gets their first tensor (BatchAccess); loss_of is called on the rank
+/// of the last stage, with each micro-batch and a PipelineOutput for its model. step_loss() is the whole batch's,
+/// on all ranks. docs/pipelines.md has what else is different.
 ///
-/// `loss_of(model, batch)` returns
-/// the mean loss of the batch, or a StepOutput with metrics beside it. In training it gets the model itself,
-/// in validation what a DistributedDataParallel wraps, so it is best a generic lambda that calls forward(). `loader`: a
-/// data::DataLoader, or anything else that one can iterate (with its own state_dict(unseen_batches), the
-/// state before the last so many, and load_state_dict(), if training is to be resumed within an epoch). All
-/// must outlive the Trainer. Batches are brought to the model's device (TrainerOptions::device) when they are
-/// computed on, but for those of types that can't be copied, which the loader must bring there; a
-/// data::DeviceLoader around a loader with pin_memory lets the copies run beside the computation. The loss is
-/// read in each step, which waits for the device.
+/// `loss_of(model, batch)` returns the mean loss of the batch, or a StepOutput with metrics beside it. In training
+/// it gets the model itself, in validation what a DistributedDataParallel wraps, so it is best a generic lambda
+/// that calls forward(). `loader`: a data::DataLoader, or anything else that one can iterate (with its own
+/// state_dict(unseen_batches), the state before the last so many, and load_state_dict(), if training is to be
+/// resumed within an epoch). All must outlive the Trainer. Batches are brought to the model's device
+/// (TrainerOptions::device) when they are computed on, but for those of types that can't be copied, which the
+/// loader must bring there; a data::DeviceLoader around a loader with pin_memory lets the copies run beside the
+/// computation. The loss is read in each step, which waits for the device.
 ///
 /// A step's batches are held until it is done. Its gradients are those of the mean over all samples of all
 /// ranks, also where the last batches are smaller on some ranks, or some ranks have fewer batches: before

@@ -15,8 +15,8 @@ RANKS = (2, 4)
 KINDS = ("cpp", "cpp_keep", "python", "python_keep")
 # Whose communication is told: with malloc as it comes, and with one that keeps its pages.
 PEERS = {"cpp": "python", "cpp_keep": "python_keep"}
-EVERYBODY = (*((kind, mode) for kind in KINDS for mode in ("ddp", "alone")),
-             *((kind, mode) for kind in PEERS for mode in ("abreast", "single")))
+ALL_CONTENDERS = (*((kind, mode) for kind in KINDS for mode in ("ddp", "alone")),
+                  *((kind, mode) for kind in PEERS for mode in ("abreast", "single")))
 # A network that fills memory is measured by the contenders that the answer needs; with more ranks, by fewer still.
 FEW = {2: (("cpp", "ddp"), ("cpp", "alone"), ("cpp", "abreast"), ("cpp", "single"), ("cpp_keep", "alone"),
            ("cpp_keep", "abreast"), ("python", "ddp")),
@@ -48,7 +48,7 @@ def step(fleet, results, rounds, generator):
     """Steps of networks of 0.2 to 100 million parameters: with DDP, without communication, and on one rank alone."""
     for ranks in RANKS:
         for name, network in NETWORKS.items():
-            contenders = FEW[ranks] if network.fills_memory else EVERYBODY
+            contenders = FEW[ranks] if network.fills_memory else ALL_CONTENDERS
             if network.fills_memory:
                 fleet.stop()  # the others' memory
                 if not fits(fleet, results, name, network, ranks, contenders):

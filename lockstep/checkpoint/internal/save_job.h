@@ -45,8 +45,7 @@ Failure Failure::of(const MemberRanks& ranks, const Action& action) {
 
 /// One checkpoint on its way to the disk, in three steps, so that only the first two hold a training up:
 ///
-/// 1. The construction: ranks tell rank 0 what they have; it makes the temporary directory and says who
-/// writes
+/// 1. The construction: ranks tell rank 0 what they have; it makes the temporary directory and says who writes
 ///    what into which file.
 /// 2. stage(), if at all: the tensors that this rank writes are copied, and may be changed from then on.
 /// 3. write(): ranks write and sync their files and tell rank 0 their checksums; it writes the manifest and

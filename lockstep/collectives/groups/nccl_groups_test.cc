@@ -62,7 +62,7 @@ class StandInLibrary final : public CudaLibrary {
   c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                       int size, const NcclGroup& group) override {
     TORCH_CHECK(!fails_, "this card is broken");
-    EXPECT_EQ(store->add("members", 1) > size, false) << "somebody has used these keys before";
+    EXPECT_EQ(store->add("members", 1) > size, false) << "these keys have been used before";
     notes_.push_back(group.name + ": " + std::to_string(rank) + " of " + std::to_string(size) + ", timeout " +
                      std::to_string(group.timeout.count()) + ", at most " +
                      std::to_string(group.options.max_ctas.value_or(-1)));

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <map>
-#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include <lockstep/base/ranks.h>
 #include <lockstep/flight/records.h>
 
 // What a rank has called, recorded as it would be in a job.
@@ -69,9 +69,7 @@ class Rank {
     record_.monotonic_ns = 100 * kSecond;
     record_.realtime_ns = 1000 * kSecond;
     record_.loaded_ns = 890 * kSecond;
-    std::vector<int> everybody(static_cast<size_t>(world_size));
-    std::iota(everybody.begin(), everybody.end(), 0);
-    group("default", everybody);
+    group("default", all_ranks(world_size));
   }
 
   /// What follows belongs to this group.

@@ -60,7 +60,7 @@ void expect_same_everywhere(const std::vector<torch::Tensor>& tensors, const Pro
   for (const auto& tensor : tensors) EXPECT_TRUE(testing::same_everywhere(tensor, group));
 }
 
-void train_until_somebody_dies(int rank, int victim, std::chrono::microseconds delay, bool over_hosts) {
+void train_until_a_rank_dies(int rank, int victim, std::chrono::microseconds delay, bool over_hosts) {
   auto world = init_process_group();
   torch::manual_seed(rank);
   auto net = make_double<Noisy>();
@@ -107,7 +107,7 @@ void expect_the_others_go_on(int moments, int hosts) {
     const std::chrono::microseconds delay(random() % 8000);
     SCOPED_TRACE("moment " + std::to_string(i));
     testing::run_survivors(3, {victim},
-                           [&](int rank) { train_until_somebody_dies(rank, victim, delay, hosts > 1); },
+                           [&](int rank) { train_until_a_rank_dies(rank, victim, delay, hosts > 1); },
                            {.hosts = hosts});
   }
 }

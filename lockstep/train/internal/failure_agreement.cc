@@ -93,7 +93,7 @@ FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::millis
     FailureAgreement alone{.group = is_initialized() ? default_group() : ProcessGroup(),
                            .reports = {mine},
                            .former_ranks = {0},
-                           .somebody_died = false};
+                           .any_rank_died = false};
     make_room(alone);
     return alone;
   }
@@ -117,7 +117,7 @@ FailureAgreement agree_on_failure(const FailureReport& mine, std::chrono::millis
         agreement.former_ranks.push_back(
             static_cast<int>(state_value<int64_t>(state, "rank", "FailureReport")));
       }
-      agreement.somebody_died = get_world_size() < former_size;
+      agreement.any_rank_died = get_world_size() < former_size;
       make_room(agreement);
       set_group_timeout(usual_timeout);
       return agreement;

@@ -36,7 +36,7 @@ struct FailureAgreement {
   ProcessGroup group;                  // of the ranks that are left; the new default group
   std::vector<FailureReport> reports;  // theirs, by rank in `group`
   std::vector<int> former_ranks;       // and what rank each had before
-  bool somebody_died = false;
+  bool any_rank_died = false;
 };
 
 /// To be called by all living ranks after a failure, each with its own report, wherever it struck them: ends

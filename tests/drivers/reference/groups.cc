@@ -78,9 +78,9 @@ void shrink_group(int rank) {
 
 void asking(int rank) {
   // [get_rank, get_world_size]
-  const int me = lockstep::get_rank(), everybody = lockstep::get_world_size();
+  const int me = lockstep::get_rank(), ranks = lockstep::get_world_size();
   // [end]
-  expect(me == rank && everybody == 4);
+  expect(me == rank && ranks == 4);
   // [get_node_local_rank]
   const int local_rank = lockstep::get_node_local_rank(/*fallback_rank=*/0);
   // [end]

@@ -108,8 +108,8 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   /// Runs or awaits everything submitted so far; errors stay in the works. Throws the Interruption that ended
   /// an operation meanwhile.
   void finish();
-  /// The same, without throwing, and gives the communication
-  /// thread back. Later submissions fail at once. To end without waiting for peers, abort the channel first.
+  /// The same, without throwing, and gives the communication thread back. Later submissions fail at once. To end
+  /// without waiting for peers, abort the channel first.
   void stop();
 
  private:

@@ -3,7 +3,6 @@
 #include <chrono>
 #include <cstdlib>
 #include <netinet/in.h>
-#include <numeric>
 #include <random>
 #include <string>
 #include <sys/socket.h>
@@ -14,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <torch/torch.h>
 
+#include <lockstep/base/ranks.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
@@ -89,11 +89,10 @@ void expect_whole_world(int job_rank, const std::vector<int>& members) {
   const auto place = std::find(members.begin(), members.end(), job_rank);
   const int rank = static_cast<int>(place - members.begin());
   const int size = static_cast<int>(members.size());
-  std::vector<int> everybody(members.size());
-  std::iota(everybody.begin(), everybody.end(), 0);
+  const std::vector<int> group_ranks = all_ranks(size);
   EXPECT_EQ(get_rank(), rank);
   EXPECT_EQ(get_world_size(), size);
-  EXPECT_EQ(get_process_group_ranks(), everybody);
+  EXPECT_EQ(get_process_group_ranks(), group_ranks);
   EXPECT_EQ(world_defaults()->rank, rank);
   EXPECT_EQ(world_defaults()->world_size, size);
   const auto bits_of = [](const std::vector<int>& ranks) {
@@ -121,9 +120,9 @@ void expect_whole_world(int job_rank, const std::vector<int>& members) {
   const auto first = new_group({0});
   EXPECT_EQ(is_member(first), rank == 0);
   if (size < 2) return;
-  if (over_hosts) barrier(new_group(everybody, {}, {.use_local_synchronization = true}));  // in the store
+  if (over_hosts) barrier(new_group(group_ranks, {}, {.use_local_synchronization = true}));  // in the store
   const auto ends = new_group({0, size - 1});
-  const auto halves = split_group({}, {{0}, everybody.size() > 2 ? std::vector<int>{1, 2} : std::vector{1}});
+  const auto halves = split_group({}, {{0}, size > 2 ? std::vector<int>{1, 2} : std::vector{1}});
   for (const auto& group : {ends, halves}) {
     if (!is_member(group)) continue;
     at::Tensor tensor = at::full({1}, bits_of({job_rank}), at::kLong);

@@ -214,11 +214,11 @@ TEST(QuantizationHooks, RefuseWhatTheyCantQuantise) {
               HasSubstr("bucket_size is 0"));
 }
 
-TEST(PostLocalSgd, AveragesOverEverybodyThenOverTheSubgroup) {
+TEST(PostLocalSgd, AveragesOverAllRanksThenOverTheSubgroup) {
   run_ranks(3, [](int rank) {
     auto world = init_process_group();
     const auto subgroup = new_subgroups_by_enumeration({{0, 1}, {2}}).first;
-    const auto everybody = mean(3, {20});
+    const auto of_all = mean(3, {20});
     const auto local = rank == 2 ? data(2, {20}) : mean(2, {20});
     const PostLocalSGDState state(nullptr, subgroup, 2), undivided(nullptr, subgroup, 1, false);
     const PostLocalSGDState same_host(nullptr, nullptr, 0);
@@ -231,10 +231,10 @@ TEST(PostLocalSgd, AveragesOverEverybodyThenOverTheSubgroup) {
     for (int iteration = 0; iteration < 4; ++iteration) {
       EXPECT_EQ(state.iter(), std::min(iteration, 2));
       for (bool is_last : {false, true}) {
-        EXPECT_LE(largest_error(step(state, is_last), iteration < 2 ? everybody : local), 1e-15);
+        EXPECT_LE(largest_error(step(state, is_last), iteration < 2 ? of_all : local), 1e-15);
         const auto own = data(rank, {20});
-        EXPECT_LE(largest_error(step(undivided, is_last), iteration < 1 ? everybody : own), 1e-15);
-        EXPECT_LE(largest_error(step(same_host, is_last), get_topology().spans_hosts() ? local : everybody),
+        EXPECT_LE(largest_error(step(undivided, is_last), iteration < 1 ? of_all : own), 1e-15);
+        EXPECT_LE(largest_error(step(same_host, is_last), get_topology().spans_hosts() ? local : of_all),
                   1e-15);
       }
     }

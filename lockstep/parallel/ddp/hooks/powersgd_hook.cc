@@ -21,8 +21,7 @@
 #include <lockstep/parallel/ddp/hooks/internal/powersgd_data.h>
 #include <lockstep/parallel/ddp/hooks/powersgd_hook.h>
 
-// A compressed iteration of a bucket: M are its gradients, as matrices, with the error of the iteration
-// before
+// A compressed iteration of a bucket: M are its gradients, as matrices, with the error of the iteration before
 //
 //   in the hook               P = M Q, for a random Q or the last one, made orthonormal
 //                             sum the Ps over the ranks, together with the gradients that stay uncompressed

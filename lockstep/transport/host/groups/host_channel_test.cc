@@ -109,7 +109,7 @@ TEST_P(HostChannelSizes, DifferentDigestsFailOnEveryRank) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, HostChannelSizes, ::testing::Values(1, 2, 3, 8, 9, 17));
 
-TEST(HostChannel, LateRankIsNamedByEverybodyAtTheTimeout) {
+TEST(HostChannel, LateRankIsNamedByAllAtTheTimeout) {
   on_ranks(3, [](HostChannel& channel) {
     const uint64_t value = 0;
     if (channel.rank() == 2) {

@@ -15,6 +15,7 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/base/process/interrupt.h>
+#include <lockstep/base/ranks.h>
 #include <lockstep/transport/host/groups/shrink.h>
 #include <lockstep/transport/host/testing/host_ranks.h>
 
@@ -106,8 +107,6 @@ INSTANTIATE_TEST_SUITE_P(Ranks, ShrinkSizes, ::testing::Values(2, 3, 5, 9, 70));
 
 TEST(Shrink, GivesAllOfThemAFreshGroupAgainAndAgain) {
   for (const int ranks : {2, 3, 5}) {
-    std::vector<int> everybody;
-    for (int rank = 0; rank < ranks; ++rank) everybody.push_back(rank);
     std::mutex mutex;
     std::map<int, std::set<size_t>> sizes;  // of what is in use, by rank
     std::barrier<> together(ranks);
@@ -116,7 +115,7 @@ TEST(Shrink, GivesAllOfThemAFreshGroupAgainAndAgain) {
         together.arrive_and_wait();  // abort() would also end what another rank has not finished
         channel->abort();
         auto made = shrink_soon(channel);
-        expect_works(made, everybody);
+        expect_works(made, all_ranks(ranks));
         channel = std::move(made.channel);
         if (round < 20) continue;
         std::lock_guard lock(mutex);
