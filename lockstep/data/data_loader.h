@@ -70,7 +70,7 @@ requires(!IterableDataset<Dataset>) struct BatchMaker<Dataset, DefaultCollate> {
   }
 };
 
-/// Of an iterable data set, the two halves of making a batch.
+/// The two halves of making a batch of an iterable data set.
 template <class Dataset, class Collate>
 requires IterableDataset<Dataset>
 struct BatchMaker<Dataset, Collate> {

@@ -144,7 +144,7 @@ struct Facts {
   std::map<std::string, std::string> environment;  ///< the variables of is_relevant_variable()
 };
 
-/// Of a variable; null when it is unset or empty, which counts as unset.
+/// The value of a variable; null when it is unset or empty, which counts as unset.
 inline const std::string* value_of(const std::map<std::string, std::string>& environment,
                                    const std::string& name) {
   const auto found = environment.find(name);

@@ -13,8 +13,8 @@ namespace lockstep::doctor {
 struct JobOptions {
   bool json = false;
   bool strict = false;  ///< warnings fail too
-  /// Of meeting, and of each test: a rank that does not answer for so long is named, and left out from then
-  /// on. At least 1 s.
+  /// The limit of meeting, and of each test: a rank that does not answer for so long is named, and left out from
+  /// then on. At least 1 s.
   std::chrono::milliseconds timeout = std::chrono::seconds(20);
   std::string program = {};  ///< a file that should be the same for all ranks; empty: none
   /// Called on rank 0 with what it is about to do, and not for each of many rounds.

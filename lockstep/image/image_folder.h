@@ -25,9 +25,9 @@ std::vector<std::string> image_extensions();
 at::Tensor default_loader(const std::string& path);
 
 struct ImageFolderOptions {
-  /// Of the image; none: as the loader returns it.
+  /// Changes the image; none: it stays as the loader returns it.
   Transform transform = {};
-  /// Of the class index; none: the index itself.
+  /// Changes the class index; none: it stays.
   std::function<int64_t(int64_t)> target_transform = nullptr;
   /// Reads an image; called by several threads at once. For example one that calls read_image() with
   /// minimum_size, or with apply_exif_orientation.
@@ -39,7 +39,7 @@ struct ImageFolderOptions {
   std::function<bool(const std::string&)> is_valid_file = nullptr;
   /// A class may be without samples.
   bool allow_empty = false;
-  /// Of the random transforms.
+  /// The seed of the random transforms.
   uint64_t seed = 0;
 };
 

@@ -32,8 +32,8 @@ struct MlflowWriterOptions {
   std::filesystem::path spool_directory = "mlflow_spool";
   /// How long to collect what goes into one request.
   std::chrono::milliseconds send_interval{1000};
-  /// Of one request; of an artifact, without a byte moving, and a second more per MiB for the server to store
-  /// it.
+  /// The limit of a request. For an artifact it is the longest time without a byte moving, and a second more per
+  /// MiB for the server to store it.
   std::chrono::milliseconds timeout{10'000};
   /// How long finalize() and the destructor send what is left.
   std::chrono::milliseconds close_timeout{10'000};

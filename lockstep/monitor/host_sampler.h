@@ -43,7 +43,7 @@ class HostSampler {
   std::vector<LocalJob> look();
   /// The host itself, without a job, as the last look has found it.
   const HostReport& host() const { return host_; }
-  /// Of the last look: processes with another version of Lockstep, of which nothing more is known.
+  /// The processes with another version of Lockstep at the last look, of which nothing more is known.
   const std::vector<pid_t>& other_versions() const { return other_versions_; }
 
  private:

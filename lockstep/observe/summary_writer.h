@@ -69,7 +69,7 @@ class SummaryWriter : public MetricsWriter {
                   std::optional<int64_t> global_step = std::nullopt,
                   std::optional<double> walltime = std::nullopt, bool new_style = false,
                   bool double_precision = false);
-  /// Of a tensor with one element, on any device; throws c10::ValueError for others.
+  /// Takes a tensor with one element, on any device; throws c10::ValueError for others.
   void add_scalar(const std::string& tag, const at::Tensor& scalar_value,
                   std::optional<int64_t> global_step = std::nullopt,
                   std::optional<double> walltime = std::nullopt, bool new_style = false,
@@ -82,14 +82,14 @@ class SummaryWriter : public MetricsWriter {
   /// "tensorflow" (growing by 10 % from 1e-12 to 1e20, and the same below zero), how many of equal width, or
   /// their edges. Of NumPy's names, which PyTorch also takes, none.
   using Bins = std::variant<std::string, int64_t, std::vector<double>>;
-  /// Of a tensor of any shape, dtype and device. Values outside of the bins, NaN among them, are in no bin;
+  /// Takes a tensor of any shape, dtype and device. Values outside of the bins, NaN among them, are in no bin;
   /// with `max_bins`, neighbours are added up. Throws c10::ValueError for no values, for none inside of the
   /// bins, and for bins of another name.
   void add_histogram(const std::string& tag, const at::Tensor& values,
                      std::optional<int64_t> global_step = std::nullopt, const Bins& bins = "tensorflow",
                      std::optional<double> walltime = std::nullopt,
                      std::optional<int64_t> max_bins = std::nullopt);
-  /// Of what was counted elsewhere; `bucket_limits` are the bins' upper ends. Throws c10::ValueError when
+  /// Takes what was counted elsewhere; `bucket_limits` are the bins' upper ends. Throws c10::ValueError when
   /// there are not as many as counts.
   void add_histogram_raw(const std::string& tag, double min, double max, double num, double sum,
                          double sum_squares, const std::vector<double>& bucket_limits,

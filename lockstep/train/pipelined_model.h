@@ -70,7 +70,7 @@ class PipelinedModel {
   void start(GradScaler& scaler);
 
   const std::vector<PipelineStage>& stages() const { return stages_; }
-  /// Of all stages here, each once.
+  /// The parameters of all stages here, each once.
   const Tensors& parameters() const { return parameters_; }
   std::vector<NamedTensor> named_buffers() const;
   void train(bool on = true);

@@ -377,7 +377,7 @@ class Trainer final : public TrainerCore {
     model.evaluate(train::inputs_of(batch), samples, loss().of_rows(function, batch, add));
   }
 
-  /// Of pipelines alone, whose ranks compare them.
+  /// Is for pipelines alone, whose ranks compare them.
   template <class AnyBatch>
   int64_t fingerprint(const AnyBatch& batch) const {
     return with_model([&]<class Used>(const Used&) -> int64_t {

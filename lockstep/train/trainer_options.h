@@ -64,7 +64,7 @@ struct TrainerCallbacks {
 
 /// How a Trainer trains. All ranks give the same.
 struct TrainerOptions {
-  /// Of a Trainer that is given a plain module, which it wraps; with these options, in process_group if they name none.
+  /// How a Trainer that is given a plain module wraps it; with these options, in process_group if they name none.
   Strategy strategy = Strategy::ddp;
   DistributedDataParallelOptions ddp = {};
   FullyShardedDataParallelOptions fsdp = {};

@@ -17,7 +17,7 @@ struct CgroupFolders {
 /// 1; "memory", say. Pure.
 CgroupFolders cgroup_folders(std::string_view cgroups, std::string_view mounts, std::string_view controller);
 
-/// Of this process. `root`: where /proc and /sys are, for tests.
+/// The folders of this process. `root`: where /proc and /sys are, for tests.
 CgroupFolders own_cgroup_folders(std::string_view controller, const std::string& root = "");
 
 }  // namespace lockstep

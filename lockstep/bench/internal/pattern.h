@@ -46,7 +46,7 @@ class Contributions {
   /// `op`: nothing for collectives that only move data. `length`: elements of the largest buffer.
   Contributions(c10::ScalarType type, std::optional<RedOpType> op, int ranks, int64_t length);
 
-  /// Of one rank.
+  /// The contribution of one rank.
   Pattern of(int rank, int64_t iteration) const;
   /// The reduction of all of them.
   Pattern reduced(int64_t iteration) const;

@@ -6,7 +6,7 @@
 /// Pure functions of what was measured.
 namespace lockstep::benchmark::internal {
 
-/// Of the iterations' times, in microseconds.
+/// Statistics of the iterations' times, in microseconds.
 struct TimeSummary {
   double mean = 0;
   double min = 0;
@@ -19,7 +19,7 @@ struct TimeSummary {
 /// largest is p99. `sorted` is ascending and not empty, percent in (0, 100].
 int64_t percentile(const std::vector<int64_t>& sorted, double percent);
 
-/// Of times in nanoseconds, at least one.
+/// The summary of times in nanoseconds, of which there is at least one.
 TimeSummary summarize(std::vector<int64_t> nanoseconds);
 
 /// `times` holds one row of `iterations` for each rank: the largest of each iteration, for it is over when

@@ -21,7 +21,7 @@ class MemberRanks {
   MemberRanks(int rank, int group_size) : rank_(rank), group_size_(group_size) {}
 
   int rank() const { return rank_; }
-  /// Of those that talk with each other: 1 if alone.
+  /// The number of those that talk with each other: 1 if alone.
   int size() const { return talks_ ? group_size_ : 1; }
   int group_size() const { return group_size_; }
   /// Whether this is the one that the others follow.

@@ -24,7 +24,7 @@ class Offer {
     uint32_t entries;  // 0, 1 (for all ranks) or one for each rank
     /// Bytes of the largest piece that this rank gives to, or takes from, another host.
     uint64_t between_hosts;
-    /// Of an announcement that has all that this rank gives, with entries for the ranks of all hosts: its bytes. Else 0.
+    /// The bytes of an announcement that has all that this rank gives, with entries for the ranks of all hosts. Else 0.
     uint64_t whole_bytes;
   };
   struct Entry {
@@ -56,7 +56,7 @@ class Offer {
 /// large; then the offer has no entries, and the data are kStaged.
 void write_offer(transport::HostChannel& channel, const Exchange& exchange, uint64_t between_hosts = 0);
 void write_offer(transport::GroupChannel& channel, const Exchange& exchange, uint64_t between_hosts = 0);
-/// Of an announcement with the data.
+/// The bytes of an announcement with the data.
 size_t offer_bytes(const Exchange& exchange);
 
 /// Two sizes of one pair that differ, in words; ranks of the job.

@@ -29,9 +29,9 @@ struct CsvOptions {
   std::vector<CsvColumn> categories = {};
   /// Numbers of strings from elsewhere, as CsvDataset::categories() of the training data; others are errors.
   CsvCategories known_categories = {};
-  /// Of the features: float32 or float64.
+  /// The type of the features: float32 or float64.
   at::ScalarType dtype = at::kFloat;
-  /// Of the target: float32, float64 or int64. None: int64 for categories, otherwise as the features.
+  /// The type of the target: float32, float64 or int64. None: int64 for categories, otherwise as the features.
   std::optional<at::ScalarType> target_dtype = std::nullopt;
   /// The first row holds names.
   bool header = true;
@@ -73,7 +73,7 @@ class CsvDataset {
   const at::Tensor& targets() const { return targets_; }
   /// The names of the features, or "column 3".
   const std::vector<std::string>& feature_names() const { return feature_names_; }
-  /// Of each column of categories: the string of 0, of 1, …
+  /// The strings of 0, of 1, … for each column of categories.
   const CsvCategories& categories() const { return categories_; }
 
  private:

@@ -52,7 +52,7 @@ struct TextDatasetOptions {
   /// Characters from the beginning of a sample to that of the next. 1: every block of the text is a sample.
   /// block_size: each character is in one.
   int64_t stride = 1;
-  /// Of the text's own characters, unless told: bytes(), or that of the text that a model was trained on.
+  /// The vocabulary; that of the text's own characters, unless told: bytes(), or that of the text that a model was trained on.
   std::optional<TextVocabulary> vocabulary = {};
   int64_t max_bytes =
       int64_t{1} << 31;  ///< a longer file is refused, also one that only is long when unpacked

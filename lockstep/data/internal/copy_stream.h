@@ -13,7 +13,7 @@ namespace lockstep::data::internal {
 /// time.
 class CopyStream {
  public:
-  /// Of `device`, or of the current one of its kind if it names none.
+  /// A stream of `device`, or of the current one of its kind if it names none.
   explicit CopyStream(c10::Device device);
 
   c10::Device device() const { return stream_.device(); }

@@ -31,7 +31,7 @@ class Clocks {
   std::optional<ClockOffset> wall_offset(const RankRecord& record) const;
 
  private:
-  /// Of the monotonic clocks, by boot id.
+  /// The offsets of the monotonic clocks, by boot id.
   std::map<std::string, ClockOffset> offsets_;
   std::string reference_;  // a boot id
   int64_t epoch_ns_ = 0;   // its wall clock minus its monotonic one

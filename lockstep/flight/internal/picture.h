@@ -51,7 +51,7 @@ class Picture {
   bool spans_hosts() const { return hosts_.size() > 1; }
   /// "ranks 2 and 3"; in a job over several hosts "ranks 2 and 3 on node-b", or "rank 1 on node-a, rank 2 on node-b".
   std::string who(const std::vector<int>& ranks) const;
-  /// Of the hosts of `group`, those whose members are all among `ranks`; none in a job on one host.
+  /// The hosts of `group` whose members are all among `ranks`; none in a job on one host.
   std::vector<std::string> whole_hosts(const GroupRecord& group, const std::vector<int>& ranks) const;
 
   /// Where the rank is: "it waits in recv(…) at x.cc:3 …", or "it is in no operation of Lockstep".

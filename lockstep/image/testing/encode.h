@@ -23,7 +23,7 @@ inline at::Tensor waves(int64_t height, int64_t width, int64_t channels) {
   return image;
 }
 
-/// Of H×W×1 or H×W×3 uint8. libjpeg ends the process on an error, which a test may.
+/// Encodes H×W×1 or H×W×3 uint8. libjpeg ends the process on an error, which a test may.
 inline std::string encode_jpeg(const at::Tensor& image, int quality = 90, bool progressive = false) {
   jpeg_compress_struct info{};
   jpeg_error_mgr errors{};
@@ -51,7 +51,7 @@ inline std::string encode_jpeg(const at::Tensor& image, int quality = 90, bool p
   return bytes;
 }
 
-/// Of H×W×C uint8, C from 1 to 4.
+/// Encodes H×W×C uint8, C from 1 to 4.
 inline std::string encode_png(const at::Tensor& image) {
   constexpr png_uint_32 kFormats[] = {PNG_FORMAT_GRAY, PNG_FORMAT_GA, PNG_FORMAT_RGB, PNG_FORMAT_RGBA};
   png_image png{};

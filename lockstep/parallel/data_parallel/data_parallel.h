@@ -124,7 +124,7 @@ class DataParallel : public torch::nn::Module {
   void replicate() { apply_.replicate(); }
   /// How many replicas were made since the beginning.
   int64_t replicas_made() const { return apply_.replicas_made(); }
-  /// Of each replica; one device for a module without replicas.
+  /// The device of each replica; one device for a module without replicas.
   const std::vector<at::Device>& device_ids() const { return apply_.plan().devices; }
   at::Device output_device() const { return apply_.plan().output.device; }
 

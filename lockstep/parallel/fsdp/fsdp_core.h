@@ -78,7 +78,7 @@ class FsdpCore final {
 
   void enter_no_sync();
   void leave_no_sync();
-  /// Of what has added up under no_sync: all, or for the parameters of an optimizer.
+  /// Drop what has added up under no_sync: all of it, or that of an optimizer's parameters.
   void drop_sums();
   void drop_sums(const torch::optim::Optimizer& optimizer);
 

@@ -42,7 +42,7 @@ class DeviceMesh {
   const std::vector<std::string>& mesh_dim_names() const { return names_; }
   int ndim() const;
   std::vector<int64_t> shape() const;
-  /// Of all dimensions together, or of one; negative ones count from the end.
+  /// The size of all dimensions together, or of one; negative ones count from the end.
   int64_t size(std::optional<int> mesh_dim = {}) const;
   /// The ranks, as int32. Of a slice: those that share this rank's place in the dimensions that were left out; throws
   /// c10::Error on a rank that is not in the root mesh.

@@ -29,7 +29,7 @@ struct ColumnSize {
 };
 ColumnSize column_size(const arrow::DataType& type, Nulls nulls);
 
-/// Of the tensor that numbers of this type become; nothing when it is not one of numbers.
+/// The type of the tensor that numbers of this type become; nothing when it is not one of numbers.
 std::optional<at::ScalarType> number_type(const arrow::DataType& type);
 
 /// Strings, or bytes of any number.

@@ -23,7 +23,7 @@ class ParquetFile {
   const arrow::Schema& schema() const { return *schema_; }
   int row_groups() const;
   int64_t rows(int row_group) const;
-  /// Of a column at the top: bytes of its strings, and how many elements its lists have, nulls among them.
+  /// What a column at the top has: bytes of strings, and elements of lists, nulls among them.
   /// From the footer: an upper bound for elements; for strings exact where the writer noted it, else what the
   /// encoded ones take.
   struct ColumnContent {

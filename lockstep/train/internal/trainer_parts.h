@@ -5,7 +5,7 @@
 
 namespace lockstep {
 
-/// Of the checkpoint: what is the same on all ranks.
+/// The part of the checkpoint that is the same on all ranks.
 struct TrainerCore::SharedPart {
   TrainerCore& core;
 

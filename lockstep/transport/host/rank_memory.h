@@ -35,7 +35,7 @@ struct RankMemories {
   std::vector<pid_t> other_layout = {};  ///< processes whose memory another version of Lockstep has laid out
 };
 
-/// Of all ranks of this host whose memory this user may read: the own ones, and for root all. However they were started:
+/// The memory of all ranks of this host that this user may read: the own ones, and for root all. However they were started:
 /// a rank keeps its memory open, and the kernel shows it below /proc/PID/fd. Nothing is written, and no rank notices.
 /// Ranks that have not met the others yet are left out. Thread-safe.
 RankMemories read_rank_memories();

@@ -18,7 +18,7 @@ class ThreadHub : public std::enable_shared_from_this<ThreadHub> {
   static std::shared_ptr<ThreadHub> make(int ranks);
   virtual ~ThreadHub() = default;
 
-  /// Of one rank; once for each.
+  /// Makes the engine of one rank; once for each.
   virtual std::unique_ptr<Engine> make_engine(int rank) = 0;
   /// Ends the connection between two ranks, as if the wire were cut: each loses the other.
   virtual void disconnect(int rank, int other) = 0;

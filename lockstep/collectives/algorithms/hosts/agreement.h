@@ -14,7 +14,7 @@ namespace lockstep::algorithms::hosts {
 /// have announced as their payloads.
 class AgreementPayload {
  public:
-  /// Of what a host says with its call.
+  /// The size of what a host says with its call.
   static constexpr size_t kHostBytes = size_t{32} << 10;
   static_assert(kHostBytes >= transport::layout::kPartialBytes);
 

@@ -22,16 +22,16 @@ class Arithmetic {
   void partial(void* output, const void* const* inputs, size_t n_inputs, size_t count) const {
     fold(output, inputs, n_inputs, count, partial_divisor_);
   }
-  /// Of two partials a partial of both. The output may be one of them.
+  /// Makes one partial of two. The output may be one of them.
   void combine(void* output, const void* first, const void* second, size_t count) const {
     const void* const inputs[] = {first, second};
     fold(output, inputs, 2, count, 1);
   }
-  /// Of partials of all hosts the result. The output may be one of them.
+  /// Makes the result of the partials of all hosts. The output may be one of them.
   void finish(void* output, const void* const* partials, size_t n_partials, size_t count) const {
     fold(output, partials, n_partials, count, last_divisor_);
   }
-  /// Of a sum that was made elsewhere the result: for an average divides, where finish() does.
+  /// Makes the result of a sum that was made elsewhere: divides for an average, where finish() does.
   void divide(void* sum, size_t count) const {
     if (last_divisor_ > 1) fold(sum, &sum, 1, count, last_divisor_);
   }

@@ -27,7 +27,7 @@ class SegmentedReduction {
   SegmentedReduction(transport::GroupChannel& channel, const Terms& terms, const Signature& signature,
                      const Arithmetic& arithmetic, Agreement& agreement, std::byte* data);
 
-  /// Of this rank's scratch.
+  /// The size of this rank's scratch.
   size_t scratch_bytes() const;
   /// All but the commit.
   void run();

@@ -42,7 +42,7 @@ class SliceExchange {
   virtual int steps() const = 0;
   /// Scratch for what comes from other hosts and what is encoded for them, for slices of `bytes`.
   virtual size_t landing_bytes(size_t bytes) const { return bytes; }
-  /// Of a slice of so many elements: those of the result that this host encodes for the others.
+  /// The number of elements of the result that this host encodes for the others, of a slice of so many.
   virtual size_t encoded_results(size_t) const { return 0; }
   /// Begins a step: puts its messages into crossing.requests.
   virtual void post(int step, Crossing& crossing) = 0;

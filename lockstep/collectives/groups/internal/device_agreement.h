@@ -22,7 +22,7 @@ struct RankDevice {
 /// This process's, for what it asks. Loads CUDA only where a CUDA device was chosen, or NCCL is asked for.
 RankDevice describe_this_rank(int rank, const std::string& backend);
 
-/// Of fixed length, so that ranks can exchange it; what is too long is cut.
+/// The record has a fixed length, so that ranks can exchange it; what is too long is cut.
 std::string to_record(const RankDevice& device);
 /// The reverse. Throws c10::DistBackendError when it is no such record.
 RankDevice from_record(const std::string& record);

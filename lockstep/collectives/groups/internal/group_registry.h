@@ -24,7 +24,7 @@ namespace lockstep::collectives::internal {
 struct RegisteredGroup {
   ProcessGroup handle;
   c10::intrusive_ptr<LockstepBackend> backend;
-  /// Of devices that `backend` does not serve; the handle has them, too.
+  /// The backends of devices that `backend` does not serve; the handle has them, too.
   std::map<c10::DeviceType, c10::intrusive_ptr<c10d::Backend>> device_backends;
   NcclOptions nccl;  // they were made with
   std::string name;

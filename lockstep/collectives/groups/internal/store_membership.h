@@ -39,9 +39,9 @@ class StoreMembership {
   /// Begins the keys of what the members exchange in this round.
   const std::string& key() const { return key_; }
 
-  /// Of a rank that has got the round's group: whether all have. Otherwise they meet again. Throws as agree().
+  /// For a rank that has got the round's group: whether all have. Otherwise they meet again. Throws as agree().
   bool conclude(const transport::GroupChannel& made);
-  /// Of a rank that has not: returns if they meet again, because one of them has ended. Throws `failure` otherwise, and
+  /// For a rank that has not: returns if they meet again, because one of them has ended. Throws `failure` otherwise, and
   /// a ChannelError on the others.
   void give_up(const std::exception_ptr& failure);
 

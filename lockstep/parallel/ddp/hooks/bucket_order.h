@@ -39,7 +39,7 @@ class BucketOrder {
 
     /// Returns when all turns that were taken before are over.
     void wait() const;
-    /// Of the same ranks as the hook's.
+    /// A group of the same ranks as the hook's.
     const ProcessGroup& group() const { return group_; }
 
    private:

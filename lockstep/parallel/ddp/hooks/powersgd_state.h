@@ -27,7 +27,7 @@ struct PowerSGDOptions {
   /// Added to the lengths of columns, such as 1e-8, where gradients may be zero as a whole: without it they
   /// become NaN.
   double orthogonalization_epsilon = 0;
-  /// Of the random Qs, which are PyTorch's for the same seed. 0 to 2^32 − 1, the same on all ranks.
+  /// The seed of the random Qs, which are PyTorch's for the same seed. 0 to 2^32 − 1, the same on all ranks.
   int64_t random_seed = 0;
   /// Statistics are logged (level info) every so many iterations.
   int64_t compression_stats_logging_frequency = 10'000;

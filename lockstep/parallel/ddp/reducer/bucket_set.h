@@ -36,7 +36,7 @@ class BucketSet {
   const std::vector<Bucket>& all() const { return buckets_; }
   std::vector<size_t> order() const;  // of parameters
   std::vector<size_t> bytes() const;
-  /// Of these buckets; a thread may still have those of earlier ones as its source of memory.
+  /// The slots of these buckets; a thread may still have those of earlier ones as its source of memory.
   const std::shared_ptr<GradientSlots>& slots() const { return slots_; }
 
   void begin_round();

@@ -124,7 +124,7 @@ class ShardedWeights {
     std::shared_ptr<void> owner;  // of the memory
   };
 
-  /// Of a subclass that has memory of its own.
+  /// For a subclass that has memory of its own.
   ShardedWeights(std::shared_ptr<const ShardGroups> groups, const std::vector<NamedTensor>& parameters,
                  const std::vector<WeightDtypes>& dtypes, c10::Device device,
                  const std::optional<std::filesystem::path>& offload);

@@ -73,7 +73,7 @@ struct Place {
   RequestStatus send(int to, Tag tag, const Bytes& data) {
     return wait(wire->send(to, tag, data.data(), data.size(), &bell));
   }
-  /// Of a message of so many bytes.
+  /// Receives a message of so many bytes.
   Bytes receive(int from, Tag tag, size_t bytes) {
     Bytes result(bytes);
     const Handle request = wire->receive(from, tag, result.data(), bytes, &bell);

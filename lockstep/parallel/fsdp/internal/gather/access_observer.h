@@ -13,7 +13,7 @@ namespace lockstep::fsdp::internal {
 class AccessListener {
  public:
   virtual ~AccessListener() = default;
-  /// Of memory that was watched as `unit`. True: after_use() shall be called when the operator has ended.
+  /// Is called for memory that was watched as `unit`. True: after_use() shall be called when the operator has ended.
   virtual bool before_use(size_t unit) noexcept = 0;
   virtual void after_use(size_t unit) noexcept = 0;
 };
