@@ -14,7 +14,7 @@
 #include <lockstep/mlflow/mlflow_writer.h>
 #include <lockstep/testing/folder_test.h>
 
-// What arrives at a server is mlflow_test.py's subject.
+// What arrives at a server is the subject of parity/mlflow_test.py.
 namespace lockstep::mlflow_test {
 namespace {
 
