@@ -5,7 +5,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/device/device.h>
 
-namespace lockstep::bench {
+namespace lockstep::benchmarks {
 
 /// The device that is measured: LOCKSTEP_BENCH_DEVICE (cuda:0), else the CPU. Makes it this process's: to be
 /// called first of all.
@@ -15,4 +15,4 @@ inline c10::Device use_device() {
   return device;
 }
 
-}  // namespace lockstep::bench
+}  // namespace lockstep::benchmarks

@@ -32,8 +32,8 @@ namespace {
 namespace fs = std::filesystem;
 
 using lockstep::StateDict;
-using lockstep::bench::Command;
-using lockstep::bench::Timings;
+using lockstep::benchmarks::Command;
+using lockstep::benchmarks::Timings;
 
 constexpr int64_t kTensors = 64;
 
@@ -80,20 +80,20 @@ class Measurements {
     Timings timings;
     for (int64_t i = 0; i < command.warmup + command.iterations; ++i) {
       prepare(command.operation);
-      const int64_t cpu = lockstep::bench::cpu_clock();
-      const int64_t before = lockstep::bench::wall_clock();
+      const int64_t cpu = lockstep::benchmarks::cpu_clock();
+      const int64_t before = lockstep::benchmarks::wall_clock();
       run(command.operation);
-      int64_t after = lockstep::bench::wall_clock();
+      int64_t after = lockstep::benchmarks::wall_clock();
       if (manager_) {
         // As a forward and a backward would take; asleep, for what they do to the memory's speed is not ours.
         std::this_thread::sleep_for(std::chrono::milliseconds(500));
-        const int64_t again = lockstep::bench::wall_clock();
+        const int64_t again = lockstep::benchmarks::wall_clock();
         manager_->finish_copy();
-        after += lockstep::bench::wall_clock() - again;
+        after += lockstep::benchmarks::wall_clock() - again;
       }
       if (i >= command.warmup) {
         timings.wall.push_back(after - before);
-        timings.cpu.push_back(lockstep::bench::cpu_clock() - cpu);
+        timings.cpu.push_back(lockstep::benchmarks::cpu_clock() - cpu);
       }
       finish(timings);
     }
@@ -154,8 +154,8 @@ class Measurements {
 int main(int argc, char** argv) try {
   at::set_num_threads(lockstep::usable_cores());  // for the copy of async:sync; nothing else uses them
   Measurements measurements;
-  return lockstep::bench::serve(argc, argv, /*rank=*/0,
-                                [&](const Command& command) { return measurements.measure(command); });
+  return lockstep::benchmarks::serve(argc, argv, /*rank=*/0,
+                                     [&](const Command& command) { return measurements.measure(command); });
 } catch (const c10::Error& error) {
   std::cerr << error.what_without_backtrace() << std::endl;
   return 1;

@@ -31,8 +31,8 @@
 namespace {
 
 using lockstep::HostCompression;
-using lockstep::bench::Command;
-using lockstep::bench::Timings;
+using lockstep::benchmarks::Command;
+using lockstep::benchmarks::Timings;
 
 // Below it, reading the processor clock (a system call) would disturb what is measured.
 constexpr int64_t kCpuTimeFromBytes = 1 << 20;
@@ -314,13 +314,13 @@ class Collectives {
       const int64_t number = i + command.warmup;
       prepare(number);
       lockstep::barrier();
-      const int64_t cpu = with_cpu ? lockstep::bench::cpu_clock() : 0;
-      const int64_t begin = lockstep::bench::wall_clock();
+      const int64_t cpu = with_cpu ? lockstep::benchmarks::cpu_clock() : 0;
+      const int64_t begin = lockstep::benchmarks::wall_clock();
       operation();
-      const int64_t end = lockstep::bench::wall_clock();
+      const int64_t end = lockstep::benchmarks::wall_clock();
       if (i >= 0) {
         timings.wall.push_back(end - begin);
-        if (with_cpu) timings.cpu.push_back(lockstep::bench::cpu_clock() - cpu);
+        if (with_cpu) timings.cpu.push_back(lockstep::benchmarks::cpu_clock() - cpu);
       }
       check(number);
     }
@@ -335,11 +335,11 @@ class Collectives {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return lockstep::bench::run([&] {
+  return lockstep::benchmarks::run([&] {
     at::set_num_threads(1);
-    auto world = lockstep::init_process_group(lockstep::bench::init_options());
+    auto world = lockstep::init_process_group(lockstep::benchmarks::init_options());
     Collectives collectives(world.rank(), world.size());
-    return lockstep::bench::serve(argc, argv, world.rank(),
-                                  [&](const Command& command) { return collectives.measure(command); });
+    return lockstep::benchmarks::serve(argc, argv, world.rank(),
+                                       [&](const Command& command) { return collectives.measure(command); });
   });
 }

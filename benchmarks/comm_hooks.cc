@@ -32,10 +32,10 @@
 
 namespace {
 
-using lockstep::bench::Command;
-using lockstep::bench::DdpModel;
-using lockstep::bench::Timings;
-using lockstep::bench::Trainer;
+using lockstep::benchmarks::Command;
+using lockstep::benchmarks::DdpModel;
+using lockstep::benchmarks::Timings;
+using lockstep::benchmarks::Trainer;
 
 // PowerSGD begins with plain all-reduces. PyTorch's default of 1,000 steps is more than these trainings have.
 constexpr int64_t kPowerSgdStart = 10;
@@ -77,7 +77,7 @@ class Measurements {
     const auto [what, hook] = parse(command.operation);
     if (what == "accuracy") return accuracy(hook, command);
     Trainer& trainer = trainer_for(command.argument, hook);
-    return what == "step" ? time_steps(trainer, command, lockstep::bench::Company::kAll)
+    return what == "step" ? time_steps(trainer, command, lockstep::benchmarks::Company::kAll)
                           : traffic(trainer, command);
   }
 
@@ -85,7 +85,7 @@ class Measurements {
   Trainer& trainer_for(const std::string& network, const std::string& hook) {
     auto& trainer = trainers_[{network, hook}];
     if (!trainer) {
-      trainer = std::make_unique<Trainer>(lockstep::bench::find_network(network),
+      trainer = std::make_unique<Trainer>(lockstep::benchmarks::find_network(network),
                                           lockstep::DistributedDataParallelOptions{});
       kHooks.at(hook)(*trainer->ddp());
       settle(*trainer);
@@ -96,12 +96,12 @@ class Measurements {
   static Timings traffic(Trainer& trainer, const Command& command) {
     trainer.prepare_batches(command.warmup + command.iterations);
     for (int64_t i = 0; i < command.warmup; ++i) trainer.step(i);
-    const int64_t before = lockstep::bench::wall_clock();
-    const auto counted = lockstep::bench::count_traffic([&] {
+    const int64_t before = lockstep::benchmarks::wall_clock();
+    const auto counted = lockstep::benchmarks::count_traffic([&] {
       for (int64_t i = 0; i < command.iterations; ++i) trainer.step(command.warmup + i);
     });
     Timings timings;
-    timings.wall = {(lockstep::bench::wall_clock() - before) / command.iterations};
+    timings.wall = {(lockstep::benchmarks::wall_clock() - before) / command.iterations};
     const auto per_step = [&](int64_t bytes) {
       return static_cast<double>(bytes) / static_cast<double>(command.iterations);
     };
@@ -112,10 +112,10 @@ class Measurements {
 
   static Timings accuracy(const std::string& hook, const Command& command) {
     Timings timings;
-    const int64_t before = lockstep::bench::wall_clock();
-    timings.facts["accuracy"] = lockstep::bench::fashion_mnist_accuracy(std::stoll(command.argument),
-                                                                        command.iterations, kHooks.at(hook));
-    timings.wall = {lockstep::bench::wall_clock() - before};
+    const int64_t before = lockstep::benchmarks::wall_clock();
+    timings.facts["accuracy"] = lockstep::benchmarks::fashion_mnist_accuracy(
+        std::stoll(command.argument), command.iterations, kHooks.at(hook));
+    timings.wall = {lockstep::benchmarks::wall_clock() - before};
     return timings;
   }
 
@@ -125,16 +125,16 @@ class Measurements {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return lockstep::bench::run([&] {
+  return lockstep::benchmarks::run([&] {
     at::set_num_threads(1);
     // The flight records, by which traffic is counted, go where the driver clears up.
-    if (const auto channel = lockstep::environment::text(lockstep::bench::kChannel)) {
+    if (const auto channel = lockstep::environment::text(lockstep::benchmarks::kChannel)) {
       ::setenv("LOCKSTEP_FLIGHT_DIR", channel->c_str(), /*overwrite=*/1);
     }
-    auto world = lockstep::init_process_group(lockstep::bench::init_options());
+    auto world = lockstep::init_process_group(lockstep::benchmarks::init_options());
     torch::manual_seed(world.rank());  // each rank has its own data
     Measurements measurements;
-    return lockstep::bench::serve(argc, argv, world.rank(),
-                                  [&](const Command& command) { return measurements.measure(command); });
+    return lockstep::benchmarks::serve(argc, argv, world.rank(),
+                                       [&](const Command& command) { return measurements.measure(command); });
   });
 }

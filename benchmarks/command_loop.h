@@ -23,7 +23,7 @@
 /// does not disturb what is being measured elsewhere. A command is one line, `OPERATION ARGUMENT ITERATIONS
 /// WARMUP`; the answer is one line of JSON. The end of the pipe (the driver is gone) and `quit` end the rank.
 /// benchmarks/peers speak the same in Python and C.
-namespace lockstep::bench {
+namespace lockstep::benchmarks {
 
 inline constexpr const char* kChannel = "LOCKSTEP_BENCH_CHANNEL";
 
@@ -126,4 +126,4 @@ inline int run(const std::function<int()>& body) try { return body(); } catch (c
   return 1;
 }
 
-}  // namespace lockstep::bench
+}  // namespace lockstep::benchmarks

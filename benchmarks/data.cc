@@ -33,8 +33,8 @@
 
 namespace {
 
-using lockstep::bench::Command;
-using lockstep::bench::Timings;
+using lockstep::benchmarks::Command;
+using lockstep::benchmarks::Timings;
 
 constexpr int64_t kBatchSize = 64;
 constexpr int64_t kFeatures = 784;
@@ -69,13 +69,14 @@ using Source = Epoch (*)(int workers, int64_t samples);
 const std::map<std::string, Source> kSources = {
     {"memory", memory},
 #ifdef LOCKSTEP_BENCH_IMAGE
-    {"jpeg", [](int workers, int64_t /*samples*/) { return lockstep::bench::jpeg_epochs(options(workers)); }},
+    {"jpeg",
+     [](int workers, int64_t /*samples*/) { return lockstep::benchmarks::jpeg_epochs(options(workers)); }},
 #endif
 #ifdef LOCKSTEP_BENCH_PARQUET
     {"parquet",
      [](int workers, int64_t /*samples*/) {
        TORCH_CHECK_VALUE(workers == 1, "ParquetBatches reads ahead in one thread; do: parquet:1");
-       return lockstep::bench::parquet_epochs();
+       return lockstep::benchmarks::parquet_epochs();
      }},
 #endif
 };
@@ -101,15 +102,15 @@ class Measurements {
     const int64_t samples = number(command.argument, "samples");
     Timings timings;
     for (int64_t i = 0; i < command.warmup + command.iterations; ++i) {
-      const int64_t cpu = lockstep::bench::cpu_clock();
-      const int64_t before = lockstep::bench::wall_clock();
+      const int64_t cpu = lockstep::benchmarks::cpu_clock();
+      const int64_t before = lockstep::benchmarks::wall_clock();
       const int64_t sum = epoch();
-      const int64_t after = lockstep::bench::wall_clock();
+      const int64_t after = lockstep::benchmarks::wall_clock();
       TORCH_CHECK(sum == samples * (samples - 1) / 2, "the epoch's labels add up to ", sum,
                   ": it did not have each sample once");
       if (i < command.warmup) continue;
       timings.wall.push_back(after - before);
-      timings.cpu.push_back(lockstep::bench::cpu_clock() - cpu);
+      timings.cpu.push_back(lockstep::benchmarks::cpu_clock() - cpu);
     }
     return timings;
   }
@@ -134,10 +135,10 @@ class Measurements {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return lockstep::bench::run([&] {
+  return lockstep::benchmarks::run([&] {
     at::set_num_threads(1);
     Measurements measurements;
-    return lockstep::bench::serve(argc, argv, /*rank=*/0,
-                                  [&](const Command& command) { return measurements.measure(command); });
+    return lockstep::benchmarks::serve(argc, argv, /*rank=*/0,
+                                       [&](const Command& command) { return measurements.measure(command); });
   });
 }

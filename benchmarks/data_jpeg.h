@@ -13,7 +13,7 @@
 
 /// What bench_data measures of image folders; benchmarks/peers/jpeg_folder.py makes the folder, and does the
 /// same with torchvision.
-namespace lockstep::bench {
+namespace lockstep::benchmarks {
 
 /// The folder that jpeg_folder.make_folder() made.
 inline constexpr const char* kJpegFolder = "LOCKSTEP_BENCH_JPEG_FOLDER";
@@ -42,4 +42,4 @@ inline std::function<int64_t()> jpeg_epochs(const data::DataLoaderOptions& optio
   };
 }
 
-}  // namespace lockstep::bench
+}  // namespace lockstep::benchmarks

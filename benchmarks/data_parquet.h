@@ -11,7 +11,7 @@
 
 /// What bench_data measures of Parquet files; benchmarks/peers/parquet_file.py makes the file, and does the
 /// same with pyarrow.
-namespace lockstep::bench {
+namespace lockstep::benchmarks {
 
 /// The file that parquet_file.write() made.
 inline constexpr const char* kParquetFile = "LOCKSTEP_BENCH_PARQUET_FILE";
@@ -40,4 +40,4 @@ inline std::function<int64_t()> parquet_epochs() {
   };
 }
 
-}  // namespace lockstep::bench
+}  // namespace lockstep::benchmarks

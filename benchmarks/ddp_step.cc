@@ -29,10 +29,10 @@ namespace {
 
 using lockstep::DistributedDataParallelOptions;
 using lockstep::HostCompression;
-using lockstep::bench::Command;
-using lockstep::bench::Company;
-using lockstep::bench::Timings;
-using lockstep::bench::Trainer;
+using lockstep::benchmarks::Command;
+using lockstep::benchmarks::Company;
+using lockstep::benchmarks::Timings;
+using lockstep::benchmarks::Trainer;
 
 struct Mode {
   std::optional<DistributedDataParallelOptions> options = {};  // none: no communication
@@ -67,8 +67,8 @@ class Trainers {
     // What runs without communication is one trainer, whatever else runs beside it.
     auto& trainer = trainers_[{command.argument, mode.options ? command.operation : "alone"}];
     if (!trainer) {
-      trainer =
-          std::make_unique<Trainer>(lockstep::bench::find_network(command.argument), mode.options, device_);
+      trainer = std::make_unique<Trainer>(lockstep::benchmarks::find_network(command.argument), mode.options,
+                                          device_);
       if (mode.options) settle(*trainer);
     }
     Timings timings = time_steps(*trainer, command, mode.company);
@@ -87,13 +87,13 @@ class Trainers {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return lockstep::bench::run([&] {
-    const auto device = lockstep::bench::use_device();
+  return lockstep::benchmarks::run([&] {
+    const auto device = lockstep::benchmarks::use_device();
     at::set_num_threads(1);
-    auto world = lockstep::init_process_group(lockstep::bench::init_options());
+    auto world = lockstep::init_process_group(lockstep::benchmarks::init_options());
     torch::manual_seed(world.rank());  // each rank has its own data
     Trainers trainers(device);
-    return lockstep::bench::serve(argc, argv, world.rank(),
-                                  [&](const Command& command) { return trainers.measure(command); });
+    return lockstep::benchmarks::serve(argc, argv, world.rank(),
+                                       [&](const Command& command) { return trainers.measure(command); });
   });
 }

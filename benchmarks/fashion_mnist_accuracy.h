@@ -14,7 +14,7 @@
 #include "trainer.h"
 
 /// Training for accuracy, where others train for time: what a lossy reduction of gradients costs.
-namespace lockstep::bench {
+namespace lockstep::benchmarks {
 
 inline constexpr const char* kDataFolder = "LOCKSTEP_DATA_DIR";
 
@@ -64,4 +64,4 @@ inline double fashion_mnist_accuracy(int64_t seed, int64_t epochs,
   return test_accuracy(*net, test);
 }
 
-}  // namespace lockstep::bench
+}  // namespace lockstep::benchmarks

@@ -22,8 +22,8 @@
 
 namespace {
 
-using lockstep::bench::Command;
-using lockstep::bench::Timings;
+using lockstep::benchmarks::Command;
+using lockstep::benchmarks::Timings;
 
 constexpr int kRanks = 2;
 constexpr int64_t kBarriersInARow = 1000;
@@ -67,9 +67,9 @@ Timings measure(FlagBarrier& barrier, const Command& command) {
   Timings timings;
   for (int64_t i = -command.warmup; i < command.iterations; ++i) {
     barrier.wait();
-    const int64_t begin = lockstep::bench::wall_clock();
+    const int64_t begin = lockstep::benchmarks::wall_clock();
     for (int64_t n = 0; n < kBarriersInARow; ++n) barrier.wait();
-    const int64_t end = lockstep::bench::wall_clock();
+    const int64_t end = lockstep::benchmarks::wall_clock();
     if (i >= 0) timings.wall.push_back((end - begin) / kBarriersInARow);
   }
   return timings;
@@ -92,11 +92,11 @@ void bind_to_core(int rank) {
 }
 
 int run_rank(int argc, char** argv, Flag* flags, int rank) {
-  return lockstep::bench::run([&] {
+  return lockstep::benchmarks::run([&] {
     bind_to_core(rank);
     FlagBarrier barrier(flags, rank);
-    return lockstep::bench::serve(argc, argv, rank,
-                                  [&](const Command& command) { return measure(barrier, command); });
+    return lockstep::benchmarks::serve(argc, argv, rank,
+                                       [&](const Command& command) { return measure(barrier, command); });
   });
 }
 

@@ -7,7 +7,7 @@
 
 #include "command_loop.h"
 
-namespace lockstep::bench {
+namespace lockstep::benchmarks {
 
 /// The driver's ranks meet at a file beside their pipes, where no port can be taken; over several hosts and by
 /// hand the environment says where.
@@ -23,4 +23,4 @@ inline InitOptions init_options() {
   return options;
 }
 
-}  // namespace lockstep::bench
+}  // namespace lockstep::benchmarks

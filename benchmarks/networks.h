@@ -13,7 +13,7 @@
 
 /// The networks whose training steps are measured, by name, with the batches they are fed. Those of layers
 /// alone are in benchmarks/peers/python_ddp_step.py, too, and the transformers in python_sharding.py.
-namespace lockstep::bench {
+namespace lockstep::benchmarks {
 
 /// A network as DistributedDataParallel wraps it: one tensor in, logits of shape samples × classes out.
 class Model : public torch::nn::Module {
@@ -167,4 +167,4 @@ inline const Network& find_network(const std::string& name) {
   TORCH_CHECK_VALUE(false, "there is no network '", name, "'; there are ", known);
 }
 
-}  // namespace lockstep::bench
+}  // namespace lockstep::benchmarks

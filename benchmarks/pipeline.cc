@@ -30,8 +30,8 @@ namespace nn = torch::nn;
 using lockstep::PipelineRunner;
 using lockstep::PipelineSchedule;
 using lockstep::PipelineStage;
-using lockstep::bench::Command;
-using lockstep::bench::Timings;
+using lockstep::benchmarks::Command;
+using lockstep::benchmarks::Timings;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -41,9 +41,9 @@ constexpr auto kNap = std::chrono::milliseconds(5);
 std::vector<int64_t> naps;  // how long each took since the list was emptied
 
 void nap(std::chrono::nanoseconds time) {
-  const int64_t before = lockstep::bench::wall_clock();
+  const int64_t before = lockstep::benchmarks::wall_clock();
   std::this_thread::sleep_for(time);
-  naps.push_back(lockstep::bench::wall_clock() - before);
+  naps.push_back(lockstep::benchmarks::wall_clock() - before);
 }
 
 /// Its forward and its backward sleep; of the input, in both.
@@ -217,15 +217,15 @@ Timings time_steps(Work& work, PipelineSchedule schedule, const Command& command
   naps.clear();
   Timings timings;
   lockstep::barrier();
-  const int64_t cpu = lockstep::bench::cpu_clock();
+  const int64_t cpu = lockstep::benchmarks::cpu_clock();
   for (int64_t i = 0; i < command.iterations; ++i) {
     lockstep::barrier();
-    const int64_t before = lockstep::bench::wall_clock();
+    const int64_t before = lockstep::benchmarks::wall_clock();
     step();
     lockstep::barrier();
-    timings.wall.push_back(lockstep::bench::wall_clock() - before);
+    timings.wall.push_back(lockstep::benchmarks::wall_clock() - before);
   }
-  timings.cpu = {(lockstep::bench::cpu_clock() - cpu) / command.iterations};
+  timings.cpu = {(lockstep::benchmarks::cpu_clock() - cpu) / command.iterations};
   timings.facts["actions"] = static_cast<double>(work.pipeline->actions().size());
   if (!naps.empty()) {
     // A nap takes longer than it is told to, and some take longer than others.
@@ -239,11 +239,11 @@ Timings time_steps(Work& work, PipelineSchedule schedule, const Command& command
 }  // namespace
 
 int main(int argc, char** argv) {
-  return lockstep::bench::run([&] {
+  return lockstep::benchmarks::run([&] {
     at::set_num_threads(1);
-    auto world = lockstep::init_process_group(lockstep::bench::init_options());
+    auto world = lockstep::init_process_group(lockstep::benchmarks::init_options());
     std::map<std::pair<std::string, std::string>, Work> works;
-    return lockstep::bench::serve(argc, argv, world.rank(), [&](const Command& command) {
+    return lockstep::benchmarks::serve(argc, argv, world.rank(), [&](const Command& command) {
       const auto schedule = lockstep::parse_pipeline_schedule(command.operation);
       auto& work = works[{command.operation, command.argument}];
       if (!work.pipeline) work = make_work(schedule, command.argument);

@@ -39,8 +39,8 @@ namespace fs = std::filesystem;
 
 using lockstep::Profiler;
 using lockstep::ProfilerOptions;
-using lockstep::bench::Command;
-using lockstep::bench::Timings;
+using lockstep::benchmarks::Command;
+using lockstep::benchmarks::Timings;
 
 /// A folder that is gone with this.
 class Folder {
@@ -74,19 +74,19 @@ ProfilerOptions options_of(const std::string& how) {
 int64_t time_additions(const std::string& how, int64_t count) {
   std::optional<Profiler> profiler;
   if (how != "off") profiler.emplace(options_of(how));
-  const int64_t before = lockstep::bench::wall_clock();
+  const int64_t before = lockstep::benchmarks::wall_clock();
   add(count);
-  return lockstep::bench::wall_clock() - before;
+  return lockstep::benchmarks::wall_clock() - before;
 }
 
 int64_t time_export(int64_t count) {
   const Folder folder;
   Profiler profiler;
   add(count);
-  const int64_t before = lockstep::bench::wall_clock();
+  const int64_t before = lockstep::benchmarks::wall_clock();
   profiler.stop();
   profiler.export_chrome_trace(folder.path() / "trace.json");
-  return lockstep::bench::wall_clock() - before;
+  return lockstep::benchmarks::wall_clock() - before;
 }
 
 /// A trace of rank 0, about as large, with an operation of all ranks for each hundred operators.
@@ -159,9 +159,9 @@ Timings time_merge(int ranks, int64_t mebibytes) {
   }
   most_resident_bytes();
   Timings timings;
-  const int64_t before = lockstep::bench::wall_clock();
+  const int64_t before = lockstep::benchmarks::wall_clock();
   const auto report = lockstep::profiler::merge_traces(folder.path() / "traces", folder.path() / "all.json");
-  timings.wall.push_back(lockstep::bench::wall_clock() - before);
+  timings.wall.push_back(lockstep::benchmarks::wall_clock() - before);
   TORCH_CHECK(static_cast<int>(report.ranks.size()) == ranks && report.collectives > 0 && report.arrows > 0,
               "the merged trace lacks ranks or operations: ", lockstep::profiler::describe(report));
   timings.facts["resident_bytes"] = static_cast<double>(most_resident_bytes());
@@ -190,11 +190,11 @@ Timings time_phases(int64_t steps, int64_t iterations) {
   };
   Timings timings;
   for (int64_t iteration = 0; iteration < iterations; ++iteration) {
-    const int64_t wall = lockstep::bench::wall_clock();
-    const int64_t cpu = lockstep::bench::cpu_clock();
+    const int64_t wall = lockstep::benchmarks::wall_clock();
+    const int64_t cpu = lockstep::benchmarks::cpu_clock();
     for (int64_t i = 0; i < steps; ++i) take_step();
-    timings.cpu.push_back(lockstep::bench::cpu_clock() - cpu);
-    timings.wall.push_back(lockstep::bench::wall_clock() - wall);
+    timings.cpu.push_back(lockstep::benchmarks::cpu_clock() - cpu);
+    timings.wall.push_back(lockstep::benchmarks::wall_clock() - wall);
   }
   lockstep::end_telling_phases(audience);
   return timings;
@@ -220,5 +220,6 @@ Timings measure(const Command& command) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return lockstep::bench::run([&] { return lockstep::bench::serve(argc, argv, /*rank=*/0, measure); });
+  return lockstep::benchmarks::run(
+      [&] { return lockstep::benchmarks::serve(argc, argv, /*rank=*/0, measure); });
 }

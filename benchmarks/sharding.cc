@@ -26,12 +26,12 @@
 
 namespace {
 
-using lockstep::bench::Batches;
-using lockstep::bench::Command;
-using lockstep::bench::Company;
-using lockstep::bench::Mlp;
-using lockstep::bench::Model;
-using lockstep::bench::Network;
+using lockstep::benchmarks::Batches;
+using lockstep::benchmarks::Command;
+using lockstep::benchmarks::Company;
+using lockstep::benchmarks::Mlp;
+using lockstep::benchmarks::Model;
+using lockstep::benchmarks::Network;
 using Sharded = lockstep::FullyShardedDataParallel<Model>;
 
 /// Of the modes in which the model is sharded.
@@ -73,7 +73,7 @@ class ShardingTrainer {
     }
     TORCH_CHECK_VALUE(mode == "ddp" || mode == "alone", "there is no mode '", mode,
                       "'; there are fsdp, gather, grad_op, hybrid, ddp and alone");
-    if (mode == "ddp") ddp_ = std::make_unique<lockstep::bench::DdpModel>(net_);
+    if (mode == "ddp") ddp_ = std::make_unique<lockstep::benchmarks::DdpModel>(net_);
     optimizer_ = std::make_unique<torch::optim::AdamW>(net_->parameters(), adamw);
   }
 
@@ -94,7 +94,7 @@ class ShardingTrainer {
   Batches batches_;
   std::shared_ptr<Model> net_;
   std::unique_ptr<Sharded> sharded_;
-  std::unique_ptr<lockstep::bench::DdpModel> ddp_;
+  std::unique_ptr<lockstep::benchmarks::DdpModel> ddp_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   torch::Tensor loss_;
 };
@@ -106,7 +106,7 @@ struct Adding : torch::nn::Module {
   }
 };
 
-lockstep::bench::Timings time_operators(const Command& command) {
+lockstep::benchmarks::Timings time_operators(const Command& command) {
   const int64_t count = std::stoll(command.argument);
   const std::string how = command.operation.substr(command.operation.find(':') + 1);
   TORCH_CHECK_VALUE(how == "plain" || how == "observed" || how == "gathered", "there is no '",
@@ -117,11 +117,11 @@ lockstep::bench::Timings time_operators(const Command& command) {
   if (how != "plain") {
     gathered.emplace(std::make_shared<Adding>(), lockstep::FullyShardedDataParallelOptions{.gather = true});
   }
-  lockstep::bench::Timings timings;
+  lockstep::benchmarks::Timings timings;
   for (int64_t i = 0; i < command.warmup + command.iterations; ++i) {
-    const int64_t before = lockstep::bench::wall_clock();
+    const int64_t before = lockstep::benchmarks::wall_clock();
     how == "gathered" ? (*gathered)(count) : plain.forward(count);
-    if (i >= command.warmup) timings.wall.push_back(lockstep::bench::wall_clock() - before);
+    if (i >= command.warmup) timings.wall.push_back(lockstep::benchmarks::wall_clock() - before);
   }
   return timings;
 }
@@ -129,18 +129,18 @@ lockstep::bench::Timings time_operators(const Command& command) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return lockstep::bench::run([&] {
+  return lockstep::benchmarks::run([&] {
     at::set_num_threads(1);
-    auto world = lockstep::init_process_group(lockstep::bench::init_options());
+    auto world = lockstep::init_process_group(lockstep::benchmarks::init_options());
     torch::manual_seed(world.rank());  // each rank has its own data
     std::optional<ShardingTrainer> trainer;
     std::string mode, network;
-    return lockstep::bench::serve(argc, argv, world.rank(), [&](const Command& command) {
+    return lockstep::benchmarks::serve(argc, argv, world.rank(), [&](const Command& command) {
       if (command.operation.starts_with("operators:")) return time_operators(command);
       if (!trainer) {
         mode = command.operation, network = command.argument;
-        trainer.emplace(lockstep::bench::find_network(network), mode);
-        if (mode == "ddp") lockstep::bench::settle(*trainer);
+        trainer.emplace(lockstep::benchmarks::find_network(network), mode);
+        if (mode == "ddp") lockstep::benchmarks::settle(*trainer);
       }
       TORCH_CHECK_VALUE(mode == command.operation && network == command.argument, "this process has ", mode,
                         " of ", network, ", not ", command.operation, " of ", command.argument);

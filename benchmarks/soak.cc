@@ -41,11 +41,11 @@
 
 namespace {
 
-using lockstep::bench::Board;
-using lockstep::bench::Failure;
-using lockstep::bench::Report;
-using lockstep::bench::SoakPlan;
-using lockstep::bench::State;
+using lockstep::benchmarks::Board;
+using lockstep::benchmarks::Failure;
+using lockstep::benchmarks::Report;
+using lockstep::benchmarks::SoakPlan;
+using lockstep::benchmarks::State;
 using nlohmann::json;
 using namespace std::chrono_literals;
 
@@ -85,9 +85,9 @@ struct Hosting {
   std::string store;           // empty: on one host
   std::vector<pid_t> keepers;  // none: hosts are pretended
 
-  lockstep::bench::Hosts hosts() const {
-    if (store.empty()) return lockstep::bench::Hosts::kOne;
-    return keepers.empty() ? lockstep::bench::Hosts::kPretended : lockstep::bench::Hosts::kWired;
+  lockstep::benchmarks::Hosts hosts() const {
+    if (store.empty()) return lockstep::benchmarks::Hosts::kOne;
+    return keepers.empty() ? lockstep::benchmarks::Hosts::kPretended : lockstep::benchmarks::Hosts::kWired;
   }
 
   /// Puts this process, which has one thread, on that host.
@@ -137,9 +137,9 @@ class Process {
     int status = 0;
     try {
       if (!plan.host_of.empty()) hosting.enter(plan.host_of[static_cast<size_t>(rank)]);
-      lockstep::bench::SoakRank(plan, rank, board)
+      lockstep::benchmarks::SoakRank(plan, rank, board)
           .play(hosting.store.empty() ? folder + "/store-" + std::to_string(plan.seed) : hosting.store);
-    } catch (const lockstep::bench::OutOfIdeas&) {
+    } catch (const lockstep::benchmarks::OutOfIdeas&) {
     } catch (const std::exception& error) {
       std::cerr << error.what() << std::endl;
       status = 1;
@@ -221,7 +221,7 @@ class Round {
       };
     };
     await(has_made(plan_.steps), kStartPatience);
-    if (plan_.failure == Failure::kCut) board_.failed_at[0] = lockstep::bench::wall_clock();
+    if (plan_.failure == Failure::kCut) board_.failed_at[0] = lockstep::benchmarks::wall_clock();
     tell_wire("cut");
     if (plan_.failure == Failure::kCut) return;
     await([] { return false; }, kBriefCut);
@@ -259,13 +259,13 @@ class Round {
     for (int rank = 0; rank < plan_.ranks; ++rank) {
       const Process& process = processes_[static_cast<size_t>(rank)];
       const std::string end = process.end();
-      const lockstep::bench::Sequel& sequel = board_.sequels[static_cast<size_t>(rank)];
+      const lockstep::benchmarks::Sequel& sequel = board_.sequels[static_cast<size_t>(rank)];
       json lanes = json::array();
       for (int lane = 0; lane < lanes_of(rank); ++lane) {
         const Report& report = board_.reports[rank][lane];
         const int64_t failed_at = board_.failed_at[lane];
         lanes.push_back(
-            {{"state", lockstep::bench::kStateNames[static_cast<size_t>(report.state.load())]},
+            {{"state", lockstep::benchmarks::kStateNames[static_cast<size_t>(report.state.load())]},
              {"call", std::string(report.call)},
              {"error", std::string(report.error)},
              {"again", std::string(report.again)},
@@ -289,10 +289,10 @@ class Round {
     const auto name = [](const auto& names, auto value) { return names[static_cast<size_t>(value)]; };
     return {{"seed", plan_.seed},
             {"victim", plan_.victim},
-            {"failure", name(lockstep::bench::kFailureNames, plan_.failure)},
-            {"calls", name(lockstep::bench::kCallNames, plan_.calls)},
-            {"memory", name(lockstep::bench::kMemoryNames, plan_.memory)},
-            {"size", name(lockstep::bench::kSizeNames, plan_.size)},
+            {"failure", name(lockstep::benchmarks::kFailureNames, plan_.failure)},
+            {"calls", name(lockstep::benchmarks::kCallNames, plan_.calls)},
+            {"memory", name(lockstep::benchmarks::kMemoryNames, plan_.memory)},
+            {"size", name(lockstep::benchmarks::kSizeNames, plan_.size)},
             {"steps", plan_.steps},
             {"struck", struck()},
             {"host_of", plan_.host_of},
@@ -332,7 +332,7 @@ int soak(int64_t rounds, uint64_t seed, const Hosting& hosting) {
   const Folder folder;
   ::setenv("LOCKSTEP_FLIGHT_DIR", (folder.path() + "/flight").c_str(), 1);  // they would fill the user's
   for (int64_t i = 0; i < rounds; ++i) {
-    const SoakPlan plan = lockstep::bench::plan_of(seed + static_cast<uint64_t>(i), hosting.hosts());
+    const SoakPlan plan = lockstep::benchmarks::plan_of(seed + static_cast<uint64_t>(i), hosting.hosts());
     try {
       std::cout << Round(plan, *new (shared) Board, folder.path(), hosting)
                        .play()
@@ -349,7 +349,7 @@ int soak(int64_t rounds, uint64_t seed, const Hosting& hosting) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return lockstep::bench::run([&] {
+  return lockstep::benchmarks::run([&] {
     const int64_t rounds = argc > 1 ? std::atoll(argv[1]) : 10;
     const uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
     Hosting hosting;

@@ -7,7 +7,7 @@
 #include <string>
 
 /// What the processes of one round tell each other, in memory that all of them map.
-namespace lockstep::bench {
+namespace lockstep::benchmarks {
 
 constexpr int kMostRanks = 5;
 constexpr int kMostLanes = 2;
@@ -51,4 +51,4 @@ void write_text(char (&place)[N], const std::string& text) {
   std::strncpy(place, text.c_str(), N - 1);
 }
 
-}  // namespace lockstep::bench
+}  // namespace lockstep::benchmarks

@@ -18,7 +18,7 @@
 #include "soak_plan.h"
 
 /// The calls in which failures strike: endless, and the same on all ranks of a group.
-namespace lockstep::bench {
+namespace lockstep::benchmarks {
 
 /// A group of which one thread makes calls.
 struct Lane {
@@ -400,4 +400,4 @@ class DdpCaller final : public Caller {
   std::vector<at::Tensor> other_;
 };
 
-}  // namespace lockstep::bench
+}  // namespace lockstep::benchmarks

@@ -7,7 +7,7 @@
 #include <vector>
 
 /// What happens in one round of the soak, drawn from the round's seed alone.
-namespace lockstep::bench {
+namespace lockstep::benchmarks {
 
 using Random = std::mt19937_64;
 
@@ -181,4 +181,4 @@ inline SoakPlan plan_of(uint64_t seed, Hosts hosts) {
   return plan;
 }
 
-}  // namespace lockstep::bench
+}  // namespace lockstep::benchmarks

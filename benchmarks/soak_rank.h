@@ -27,7 +27,7 @@
 #include "soak_plan.h"
 
 /// One rank's life in one round of the soak.
-namespace lockstep::bench {
+namespace lockstep::benchmarks {
 
 /// The bytes of tensors, with all that lies in their storage, at the moment of the construction.
 class Watch {
@@ -297,4 +297,4 @@ class SoakRank {
   std::atomic<bool> over_{false};
 };
 
-}  // namespace lockstep::bench
+}  // namespace lockstep::benchmarks

@@ -22,8 +22,8 @@
 
 namespace {
 
-using lockstep::bench::Command;
-using lockstep::bench::Timings;
+using lockstep::benchmarks::Command;
+using lockstep::benchmarks::Timings;
 
 /// Each iteration ends when the device has done it.
 template <class Action>
@@ -32,11 +32,11 @@ Timings time_each(const Command& command, c10::Device device, const Action& acti
   lockstep::synchronize(device);
   lockstep::barrier();
   Timings timings;
-  int64_t before = lockstep::bench::wall_clock();
+  int64_t before = lockstep::benchmarks::wall_clock();
   for (int64_t i = 0; i < command.iterations; ++i) {
     action();
     lockstep::synchronize(device);
-    const int64_t now = lockstep::bench::wall_clock();
+    const int64_t now = lockstep::benchmarks::wall_clock();
     timings.wall.push_back(now - before);
     before = now;
   }
@@ -64,11 +64,11 @@ Timings measure(const Command& command, c10::Device device) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return lockstep::bench::run([&] {
-    const auto device = lockstep::bench::use_device();
+  return lockstep::benchmarks::run([&] {
+    const auto device = lockstep::benchmarks::use_device();
     at::set_num_threads(1);
-    auto world = lockstep::init_process_group(lockstep::bench::init_options());
-    return lockstep::bench::serve(argc, argv, world.rank(),
-                                  [&](const Command& command) { return measure(command, device); });
+    auto world = lockstep::init_process_group(lockstep::benchmarks::init_options());
+    return lockstep::benchmarks::serve(argc, argv, world.rank(),
+                                       [&](const Command& command) { return measure(command, device); });
   });
 }

@@ -16,7 +16,7 @@
 #include "command_loop.h"
 
 /// How many bytes a piece of a program hands to collectives, by what the flight recorder has seen of it.
-namespace lockstep::bench {
+namespace lockstep::benchmarks {
 
 /// Of this rank, in bytes.
 struct Traffic {
@@ -82,4 +82,4 @@ inline Traffic count_traffic(const std::function<void()>& work) {
   return traffic;
 }
 
-}  // namespace lockstep::bench
+}  // namespace lockstep::benchmarks

@@ -15,7 +15,7 @@
 #include "command_loop.h"
 #include "networks.h"
 
-namespace lockstep::bench {
+namespace lockstep::benchmarks {
 
 using DdpModel = lockstep::DistributedDataParallel<Model>;
 
@@ -149,4 +149,4 @@ Timings time_steps(AnyTrainer& trainer, const Command& command, Company company)
   return timings;
 }
 
-}  // namespace lockstep::bench
+}  // namespace lockstep::benchmarks

@@ -28,7 +28,7 @@ docs/bench.md explains the columns and how it is measured.)";
 
 /// What needs more than CLI11 to become an option.
 struct BenchArguments {
-  benchmark::BenchOptions options;
+  bench::BenchOptions options;
   std::string begin, end;
   std::string nproc_per_node;
   bool arena = false, staged = false;
@@ -38,12 +38,12 @@ struct BenchArguments {
   bool forecast = false;
 };
 
-benchmark::BenchOptions options_from(const BenchArguments& arguments) {
-  benchmark::BenchOptions options = arguments.options;
-  if (!arguments.begin.empty()) options.min_bytes = benchmark::parse_size(arguments.begin, "--begin");
-  if (!arguments.end.empty()) options.max_bytes = benchmark::parse_size(arguments.end, "--end");
+bench::BenchOptions options_from(const BenchArguments& arguments) {
+  bench::BenchOptions options = arguments.options;
+  if (!arguments.begin.empty()) options.min_bytes = bench::parse_size(arguments.begin, "--begin");
+  if (!arguments.end.empty()) options.max_bytes = bench::parse_size(arguments.end, "--end");
   if (!arguments.nproc_per_node.empty()) options.nproc_per_node = arguments.nproc_per_node;
-  if (arguments.staged) options.memory = benchmark::MemoryKind::kStaged;
+  if (arguments.staged) options.memory = bench::MemoryKind::kStaged;
   if (arguments.in_place != arguments.out_of_place) {
     options.in_place = arguments.in_place;
     options.out_of_place = arguments.out_of_place;
@@ -54,9 +54,9 @@ benchmark::BenchOptions options_from(const BenchArguments& arguments) {
 }
 
 void add_what_to_measure(CLI::App& bench, BenchArguments& arguments) {
-  benchmark::BenchOptions& options = arguments.options;
+  bench::BenchOptions& options = arguments.options;
   bench.add_option("COLLECTIVE", options.collectives,
-                   "What to measure: " + benchmark::known_collectives() + "; all if none is named");
+                   "What to measure: " + bench::known_collectives() + "; all if none is named");
   bench.add_option("-b,--begin,--minbytes", arguments.begin, "Smallest size in bytes [1K]")
       ->type_name("SIZE");
   bench.add_option("-e,--end,--maxbytes", arguments.end, "Largest size in bytes [16M]")->type_name("SIZE");
@@ -136,7 +136,7 @@ int run_bench(const BenchArguments& arguments) {
   } else if (!arguments.fit.empty()) {
     std::cout << hosts::to_json(hosts::fit(hosts::read_measurements(arguments.fit)));
   } else {
-    return benchmark::run(options_from(arguments));
+    return bench::run(options_from(arguments));
   }
   return 0;
 }

@@ -29,18 +29,18 @@ together, or else samples/s of the Trainer's progress bar; or else the time of t
 program's output goes to standard error. docs/bench.md explains the columns.)";
 
 struct ScalingArguments {
-  benchmark::ScalingOptions options;
+  bench::ScalingOptions options;
   std::string ranks;
   std::string nproc_per_node = "auto";
   bool no_barrier = false;
   double grace_period = 30;
 };
 
-benchmark::ScalingOptions scaling_options_from(const ScalingArguments& arguments) {
-  benchmark::ScalingOptions options = arguments.options;
+bench::ScalingOptions scaling_options_from(const ScalingArguments& arguments) {
+  bench::ScalingOptions options = arguments.options;
   options.ranks = arguments.ranks.empty()
-                      ? benchmark::powers_of_two(launch::parse_nprocs(arguments.nproc_per_node))
-                      : benchmark::parse_rank_list(arguments.ranks);
+                      ? bench::powers_of_two(launch::parse_nprocs(arguments.nproc_per_node))
+                      : bench::parse_rank_list(arguments.ranks);
   if (!arguments.no_barrier) options.lockstep = std::filesystem::read_symlink("/proc/self/exe");
   options.grace_period = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(arguments.grace_period));
@@ -66,8 +66,8 @@ void add_scaling(CLI::App& program, int& status, const std::function<void()>& be
   scaling->add_option("--repeats", arguments->options.repeats, "Runs with each number of ranks")
       ->type_name("N")
       ->capture_default_str();
-  const std::map<std::string, benchmark::Scaling> scalings = {{"fixed", benchmark::Scaling::kStrong},
-                                                              {"per-rank", benchmark::Scaling::kWeak}};
+  const std::map<std::string, bench::Scaling> scalings = {{"fixed", bench::Scaling::kStrong},
+                                                          {"per-rank", bench::Scaling::kWeak}};
   scaling
       ->add_option("--work", arguments->options.scaling,
                    "Where time tells the throughput: fixed (more ranks share the same work) or per-rank "
@@ -90,7 +90,7 @@ void add_scaling(CLI::App& program, int& status, const std::function<void()>& be
   scaling->callback([scaling, arguments, before_program, &status] {
     arguments->options.command = program_words(*scaling);
     arguments->options.before_program = before_program;
-    status = benchmark::scale(scaling_options_from(*arguments));
+    status = bench::scale(scaling_options_from(*arguments));
   });
 }
 

@@ -25,7 +25,7 @@
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/launch_environment.h>
 
-namespace lockstep::benchmark {
+namespace lockstep::bench {
 
 using namespace internal;
 
@@ -198,4 +198,4 @@ int run(const BenchOptions& options) {
   return environment.rank >= 0 && !spawned ? run_in_job(options, environment) : run_self_started(options);
 }
 
-}  // namespace lockstep::benchmark
+}  // namespace lockstep::bench

@@ -8,7 +8,7 @@
 
 /// `lockstep bench`: times the collectives between the ranks of a job and checks their results, after
 /// nccl-tests and the OSU benchmarks. docs/bench.md says how it measures and what the columns mean.
-namespace lockstep::benchmark {
+namespace lockstep::bench {
 
 /// Where the tensors lie: in memory that all ranks see (empty_shared), or anywhere, so that their bytes pass
 /// through the transport's scratch.
@@ -55,4 +55,4 @@ int64_t parse_size(const std::string& text, const std::string& option);
 /// be called by the main thread of a program that does nothing else.
 int run(const BenchOptions& options);
 
-}  // namespace lockstep::benchmark
+}  // namespace lockstep::bench

@@ -7,7 +7,7 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/testing/multi_rank.h>
 
-namespace lockstep::benchmark::cases_test {
+namespace lockstep::bench::cases_test {
 
 using namespace internal;
 
@@ -128,4 +128,4 @@ TEST(BenchCases, ASingleWrongElementOnOneRankIsCountedOnAll) {
 }
 
 }  // namespace
-}  // namespace lockstep::benchmark::cases_test
+}  // namespace lockstep::bench::cases_test

@@ -3,7 +3,7 @@
 
 #include <lockstep/bench/internal/pattern.h>
 
-namespace lockstep::benchmark::pattern_test {
+namespace lockstep::bench::pattern_test {
 
 using internal::Contributions;
 using internal::Pattern;
@@ -123,4 +123,4 @@ TEST(Contributions, BitOperationsAreWhatTorchComputes) {
 }
 
 }  // namespace
-}  // namespace lockstep::benchmark::pattern_test
+}  // namespace lockstep::bench::pattern_test

@@ -6,7 +6,7 @@
 #include <lockstep/bench/internal/plan.h>
 #include <lockstep/testing/message_of.h>
 
-namespace lockstep::benchmark::plan_test {
+namespace lockstep::bench::plan_test {
 
 using namespace internal;
 
@@ -135,4 +135,4 @@ TEST(MemoryObjection, ComparesWithTheTighterLimitAndNamesTheRemedy) {
 }
 
 }  // namespace
-}  // namespace lockstep::benchmark::plan_test
+}  // namespace lockstep::bench::plan_test

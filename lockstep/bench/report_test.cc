@@ -8,7 +8,7 @@
 #include <lockstep/bench/internal/report.h>
 #include <lockstep/bench/internal/status_line.h>
 
-namespace lockstep::benchmark::report_test {
+namespace lockstep::bench::report_test {
 
 using namespace internal;
 
@@ -193,4 +193,4 @@ TEST(StatusLineTest, AppearsAfterASecondAndIsTakenAway) {
 }
 
 }  // namespace
-}  // namespace lockstep::benchmark::report_test
+}  // namespace lockstep::bench::report_test

@@ -23,7 +23,7 @@
 #include <lockstep/bench/scaling.h>
 #include <lockstep/launch/agent/agent.h>
 
-namespace lockstep::benchmark {
+namespace lockstep::bench {
 
 using namespace internal;
 
@@ -171,4 +171,4 @@ int scale(const ScalingOptions& options) {
   return ScalingMeasurement(options).run();
 }
 
-}  // namespace lockstep::benchmark
+}  // namespace lockstep::bench

@@ -7,7 +7,7 @@
 
 /// `lockstep scaling`: runs a program with 1, 2, 4, … ranks and tells what more ranks bring. docs/bench.md says
 /// what the columns mean.
-namespace lockstep::benchmark {
+namespace lockstep::bench {
 
 /// What the program does more of when there are more ranks; it matters where only time tells its throughput.
 enum class Scaling {
@@ -44,4 +44,4 @@ std::vector<int> powers_of_two(int most);
 /// started, before or at the first run. To be called by the main thread of a program that does nothing else.
 int scale(const ScalingOptions& options);
 
-}  // namespace lockstep::benchmark
+}  // namespace lockstep::bench

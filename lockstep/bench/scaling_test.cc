@@ -9,7 +9,7 @@
 #include <lockstep/bench/scaling.h>
 #include <lockstep/testing/message_of.h>
 
-namespace lockstep::benchmark::scaling_test {
+namespace lockstep::bench::scaling_test {
 
 using namespace internal;
 
@@ -189,4 +189,4 @@ TEST(ScalingReport, ThePictureHoldsEachPointAndNoBareMarkup) {
 }
 
 }  // namespace
-}  // namespace lockstep::benchmark::scaling_test
+}  // namespace lockstep::bench::scaling_test

@@ -9,7 +9,7 @@
 #include <lockstep/bench/internal/pattern.h>
 #include <lockstep/collectives/functional.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 namespace {
 
 /// What the makers of cases share.
@@ -195,4 +195,4 @@ Case make_case(const Plan& plan, const CollectiveInfo& info, Placement placement
   TORCH_INTERNAL_ASSERT(false, "no case for ", info.name);
 }
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

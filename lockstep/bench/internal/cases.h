@@ -8,7 +8,7 @@
 #include <lockstep/bench/internal/collective.h>
 #include <lockstep/bench/internal/plan.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 
 /// This rank's two buffers, of the plan's type and sizes; cases use their beginnings.
 struct Buffers {
@@ -36,4 +36,4 @@ struct Case {
 Case make_case(const Plan& plan, const CollectiveInfo& info, Placement placement, int64_t count, int rank,
                const Buffers& buffers);
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

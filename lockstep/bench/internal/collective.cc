@@ -3,7 +3,7 @@
 #include <lockstep/bench/bench.h>
 #include <lockstep/bench/internal/collective.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 
 const std::vector<CollectiveInfo>& all_collectives() {
   using enum Collective;
@@ -70,9 +70,9 @@ BufferElements buffer_elements(const CollectiveInfo& info, Placement placement, 
   }
 }
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal
 
-namespace lockstep::benchmark {
+namespace lockstep::bench {
 
 std::string known_collectives() {
   std::string names;
@@ -81,4 +81,4 @@ std::string known_collectives() {
   return names;
 }
 
-}  // namespace lockstep::benchmark
+}  // namespace lockstep::bench

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 
 enum class Collective {
   kAllReduce,
@@ -55,4 +55,4 @@ struct BufferElements {
 };
 BufferElements buffer_elements(const CollectiveInfo& info, Placement placement, int64_t count, int ranks);
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

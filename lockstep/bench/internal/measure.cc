@@ -6,7 +6,7 @@
 #include <lockstep/bench/internal/statistics.h>
 #include <lockstep/collectives/functional.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -49,4 +49,4 @@ Sample measure(const Case& measured, int64_t iterations, int64_t warmup,
   return {slowest_of_all_ranks(mine), *total.const_data_ptr<int64_t>()};
 }
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

@@ -6,7 +6,7 @@
 
 #include <lockstep/bench/internal/cases.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 
 /// What all ranks together saw; the same on each.
 struct Sample {
@@ -19,4 +19,4 @@ struct Sample {
 Sample measure(const Case& measured, int64_t iterations, int64_t warmup,
                const std::function<void(int64_t done)>& progress);
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

@@ -9,7 +9,7 @@
 
 #include <lockstep/bench/internal/output_file.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 
 void check_output_path(const std::string& option, const std::string& path) {
   if (path.empty() || path == "-") return;
@@ -33,4 +33,4 @@ void write_output(const std::string& path, const std::string& text) {
   TORCH_CHECK(file, "the results can't be written to '", path, "': ", std::strerror(errno));
 }
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

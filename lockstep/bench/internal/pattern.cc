@@ -10,7 +10,7 @@
 
 #include <lockstep/bench/internal/pattern.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 namespace {
 
 template <class Function>
@@ -191,4 +191,4 @@ Pattern Contributions::reduced(int64_t iteration) const {
       type_, length_, [&](int64_t index) { return reduced_value(iteration, index); }, tolerance);
 }
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

@@ -9,7 +9,7 @@
 
 #include <lockstep/bench/internal/plan.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 
 /// Values of a buffer by index, repeated with a period: filling and comparing are copies and memory compares
 /// of one block. The period is a prime, so that a part which lands at the wrong place is seen wherever the
@@ -61,4 +61,4 @@ class Contributions {
   int64_t length_;
 };
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

@@ -8,7 +8,7 @@
 #include <lockstep/base/text/lower_case.h>
 #include <lockstep/bench/internal/plan.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 namespace {
 
 constexpr int64_t kDefaultMinBytes = int64_t{1} << 10;
@@ -207,9 +207,9 @@ int64_t shown_bytes(const CollectiveInfo& info, int64_t count, int ranks, c10::S
   return count * (info.split ? ranks : 1) * static_cast<int64_t>(c10::elementSize(dtype));
 }
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal
 
-namespace lockstep::benchmark {
+namespace lockstep::bench {
 
 int64_t parse_size(const std::string& text, const std::string& option) {
   int64_t number = 0;
@@ -223,4 +223,4 @@ int64_t parse_size(const std::string& text, const std::string& option) {
   return number << (10 * exponent);
 }
 
-}  // namespace lockstep::benchmark
+}  // namespace lockstep::bench

@@ -12,7 +12,7 @@
 #include <lockstep/bench/bench.h>
 #include <lockstep/bench/internal/collective.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 
 using RedOpType = c10d::ReduceOp::RedOpType;
 
@@ -55,4 +55,4 @@ std::optional<std::string> memory_objection(const Plan& plan, const MemoryLimits
 /// Bytes that the size column shows: of the largest buffer of a rank.
 int64_t shown_bytes(const CollectiveInfo& info, int64_t count, int ranks, c10::ScalarType dtype);
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

@@ -6,7 +6,7 @@
 #include <lockstep/base/text/formatted.h>
 #include <lockstep/bench/internal/report.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 namespace {
 
 using Json = nlohmann::ordered_json;
@@ -173,4 +173,4 @@ std::string to_json(const Plan& plan, const BenchMachine& machine, const std::ve
   return json.dump(2) + "\n";
 }
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

@@ -10,7 +10,7 @@
 #include <lockstep/rendezvous/topology.h>
 
 /// The table that nccl-tests prints, and the same as JSON. Pure functions, but for describe_machine().
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 
 /// One collective at one size in one placement.
 struct Measurement {
@@ -59,4 +59,4 @@ std::optional<double> average_busbw(const std::vector<Row>& rows);
 /// docs/bench.md describes the fields.
 std::string to_json(const Plan& plan, const BenchMachine& machine, const std::vector<Row>& rows);
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

@@ -9,7 +9,7 @@
 #include <lockstep/base/text/json_text.h>
 #include <lockstep/bench/internal/scaling_report.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 namespace {
 
 constexpr double kSecondsPerHour = 3600;
@@ -192,4 +192,4 @@ std::string scaling_svg(const ScalingReport& report, const std::vector<std::stri
   return text + "</svg>\n";
 }
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

@@ -9,7 +9,7 @@
 #include <lockstep/bench/scaling.h>
 
 /// What `lockstep scaling` makes of its runs. Pure functions.
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 
 /// One run of the program.
 struct ScalingRun {
@@ -57,4 +57,4 @@ std::string scaling_json(const ScalingReport& report, const BenchMachine& machin
 /// A picture of the speedup, and of what it would be without loss.
 std::string scaling_svg(const ScalingReport& report, const std::vector<std::string>& command);
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

@@ -6,7 +6,7 @@
 
 #include <lockstep/bench/internal/statistics.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 
 int64_t percentile(const std::vector<int64_t>& sorted, double percent) {
   TORCH_INTERNAL_ASSERT(!sorted.empty() && percent > 0 && percent <= 100);
@@ -39,4 +39,4 @@ double bandwidth(int64_t bytes, double microseconds) {
   return microseconds > 0 ? static_cast<double>(bytes) / microseconds / 1e3 : 0;
 }
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

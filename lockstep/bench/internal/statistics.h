@@ -4,7 +4,7 @@
 #include <vector>
 
 /// Pure functions of what was measured.
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 
 /// Statistics of the iterations' times, in microseconds.
 struct TimeSummary {
@@ -29,4 +29,4 @@ std::vector<int64_t> slowest(const std::vector<int64_t>& times, int64_t iteratio
 /// GB/s, of 10^9 bytes.
 double bandwidth(int64_t bytes, double microseconds);
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

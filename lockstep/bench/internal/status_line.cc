@@ -2,7 +2,7 @@
 
 #include <lockstep/bench/internal/status_line.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 namespace {
 
 constexpr std::chrono::seconds kPatience{1};
@@ -37,4 +37,4 @@ void StatusLine::write(const std::string& text) const {
   [[maybe_unused]] const auto written = ::write(fd_, text.data(), text.size());  // a lost line is no loss
 }
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

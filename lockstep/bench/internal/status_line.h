@@ -5,7 +5,7 @@
 #include <string>
 #include <unistd.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 
 /// A line on a terminal that says what is going on when that takes more than a second, and that goes when
 /// there is something to print. Not thread-safe.
@@ -40,4 +40,4 @@ class StatusLine {
 /// What takes the line away: to the line's first column, and empty from there.
 inline constexpr const char* kClearLine = "\r\x1b[K";
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

@@ -6,7 +6,7 @@
 
 #include <lockstep/bench/internal/throughput_log.h>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 namespace {
 
 constexpr std::string_view kMark = "LOCKSTEP_SCALING ";
@@ -67,4 +67,4 @@ void ThroughputLog::take_line(int rank, std::string_view line) {
   if (const auto value = take_number(rest)) trainer_ = Throughput{*value, kUsualUnit};
 }
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal

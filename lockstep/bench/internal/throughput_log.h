@@ -6,7 +6,7 @@
 #include <string_view>
 #include <utility>
 
-namespace lockstep::benchmark::internal {
+namespace lockstep::bench::internal {
 
 /// So many units a second, of all ranks together.
 struct Throughput {
@@ -36,4 +36,4 @@ class ThroughputLog {
   std::optional<Throughput> trainer_;
 };
 
-}  // namespace lockstep::benchmark::internal
+}  // namespace lockstep::bench::internal
