@@ -40,7 +40,7 @@ std::shared_ptr<HostChannel> HostChannel::open_beside(std::shared_ptr<GroupMembe
 // The first wait of the group: no rank goes on before all have the others' addresses, for `exchange` may end
 // with rank 0's process.
 void HostChannel::join(const Deadline& deadline) {
-  joining_ = true;
+  enter(Phase::kJoining);
   deadline_ = deadline;
   timeout_ = deadline.remaining();
   policy_ = foreground_policy_;
@@ -51,7 +51,7 @@ void HostChannel::join(const Deadline& deadline) {
   members_->ring(0, size());
   await_ranks(0, size(), 1, 1, [&](int rank) { return &block(rank).joined.value; });
   sequence_.store(0, std::memory_order_relaxed);
-  joining_ = false;
+  enter(Phase::kConcluded);
 }
 
 HostChannel::~HostChannel() {
@@ -72,7 +72,7 @@ void HostChannel::begin(const Deadline& deadline, bool background) {
   if (on_failure_) transport().await_heard();
   // One that has ended may have announced the operation before: those that wait for this rank's announcement would wait on.
   // It counts, as this one is the first to fail.
-  if (const auto ended = ended_member(); ended && !failed() && concluded_.load(std::memory_order_relaxed)) {
+  if (const auto ended = ended_member(); ended && !failed() && concluded()) {
     sequence_.store(sequence() + 1, std::memory_order_relaxed);
     members_->fail(FailureKind::kPeerEnded, *ended, sequence());
     fail_as_decided({});
@@ -80,7 +80,7 @@ void HostChannel::begin(const Deadline& deadline, bool background) {
   if (failed()) {
     // An abort decides nothing by itself. This rank has not announced the operation, so that no rank can have
     // succeeded in it; but a failure there would hide whether the one before has failed, if that is open.
-    if (const auto abort = members_->aborted(); abort && concluded_.load(std::memory_order_relaxed)) {
+    if (const auto abort = members_->aborted(); abort && concluded()) {
       members_->fail(static_cast<FailureKind>(abort->kind), abort->culprit, sequence() + 1);
     }
     fail_as_decided({});
@@ -90,7 +90,7 @@ void HostChannel::begin(const Deadline& deadline, bool background) {
   policy_ = background ? background_policy_ : foreground_policy_;
   outside_policy_ = policy_between_hosts(policy_);
   sequence_.store(sequence() + 1, std::memory_order_relaxed);
-  concluded_.store(false, std::memory_order_relaxed);
+  enter(Phase::kUnderWay);
 }
 
 void HostChannel::expect_messages(size_t bytes) {
@@ -130,8 +130,10 @@ void HostChannel::announce(const Announcement& announcement) {
 void HostChannel::await_announcements(const PayloadCombiner* combiner,
                                       const std::function<std::string()>& explain) {
   failpoint::here("announced");
-  announcing_ = true;
-  const auto announced = c10::make_scope_exit([this] { announcing_ = false; });
+  enter(Phase::kAnnouncing);
+  const auto announced = c10::make_scope_exit([this] {
+    if (phase() == Phase::kAnnouncing) enter(Phase::kUnderWay);  // not concluded by a failure
+  });
   const bool same = size() <= kFlatRanks ? await_flat() : await_tree(combiner);
   if (!same) refuse(explain ? explain() : kDifferentOperations);
 }
@@ -432,7 +434,7 @@ void HostChannel::await(Wait& wait) {
 
 std::optional<OutsideWait::Gone> HostChannel::gone_outside() const {
   const bool absent = lacks_a_member();
-  if ((announcing_ || absent) && transport().endings() != 0 && ended_outside_) {
+  if ((phase() == Phase::kAnnouncing || absent) && transport().endings() != 0 && ended_outside_) {
     if (const auto ended = ended_outside_()) return OutsideWait::Gone{FailureKind::kPeerEnded, *ended};
   }
   if (!absent) return std::nullopt;

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <atomic>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -174,9 +175,7 @@ class HostChannel {
   /// Whether the next operation fails, if not that in progress.
   bool failed() const { return members_->fails(sequence() + 1); }
   /// The operation that abort() fails, if it was called now.
-  uint64_t next_to_fail() const {
-    return concluded_.load(std::memory_order_relaxed) ? sequence() + 1 : sequence();
-  }
+  uint64_t next_to_fail() const { return concluded() ? sequence() + 1 : sequence(); }
   /// Of a channel that has failed. From any thread.
   GroupFailure failure_for_others(const std::vector<int>& late = {}) const;
   /// `on_failure` runs once, in the operation's thread, before it throws that the channel has failed.
@@ -190,6 +189,16 @@ class HostChannel {
   }
 
  private:
+  /// How far this rank is with its operations. The thread that runs them changes it; others may read it.
+  enum class Phase : uint8_t {
+    kJoining,     ///< the members meet, before the first operation
+    kConcluded,   ///< the last operation has succeeded here, or was decided to have failed
+    kAnnouncing,  ///< this rank waits for the others' announcements
+    /// The rest of an operation. Also after this rank has left it by an error of its own: its flags may have let
+    /// others succeed.
+    kUnderWay,
+  };
+
   explicit HostChannel(std::shared_ptr<GroupMembers> members);
 
   layout::ControlBlock& block(int rank) const { return members_->block(rank); }
@@ -213,6 +222,9 @@ class HostChannel {
   std::vector<int> not_announced() const;
   std::optional<OutsideWait::Gone> gone_outside() const;
   std::optional<int> ended_member();  // as a rank of the transport
+  Phase phase() const { return phase_.load(std::memory_order_relaxed); }
+  void enter(Phase next) { phase_.store(next, std::memory_order_relaxed); }
+  bool concluded() const { return phase() == Phase::kConcluded || phase() == Phase::kJoining; }
   bool lacks_a_member() const { return first_absence_.load(std::memory_order_acquire) <= sequence(); }
 
   std::shared_ptr<GroupMembers> members_;
@@ -229,14 +241,10 @@ class HostChannel {
   WaitPolicy background_policy_;
   bool spin_apart_ = false;  // there is a core for each rank
   bool all_have_memory_ = false;
-  bool joining_ = false;
-  /// Whether the last operation has succeeded here, or was decided to have failed. Otherwise this rank has
-  /// left it by an error of its own, and its flags may have let others succeed.
-  std::atomic<bool> concluded_{true};
+  std::atomic<Phase> phase_{Phase::kConcluded};
   std::atomic<uint64_t> first_absence_{UINT64_MAX};  // see note_absence()
   std::atomic<int> absent_rank_{-1};
   std::function<std::optional<int>()> ended_outside_;
-  bool announcing_ = false;  // within await_announcements()
   uint32_t endings_of_others_ =
       0;  // HostTransport::endings() when the members were looked at last, and none had ended
   std::exception_ptr interruption_;

@@ -20,18 +20,18 @@ void HostChannel::refuse(const std::string& text) {
 
 /// True if what this rank waits for has come after all, so that it goes on.
 bool HostChannel::give_up(FailureKind kind, int culprit, const std::function<bool()>& complete) {
-  using Phase = OperationOutcome::Phase;
+  using Step = OperationOutcome::Phase;
   std::vector<int> late;
   OperationOutcome outcome(members_->outcome(), rank_, sequence());
   outcome.give_up(kind, culprit);
   while (outcome.is_stepping()) {
-    if (outcome.phase() == Phase::kDeciding) {
+    if (outcome.phase() == Step::kDeciding) {
       failpoint::here("give_up");
       late = not_announced();
     }
     if (outcome.step(complete)) members_->tell_failure();
   }
-  if (outcome.phase() == Phase::kFailed) fail_as_decided(late);
+  if (outcome.phase() == Step::kFailed) fail_as_decided(late);
   TORCH_INTERNAL_ASSERT(complete());
   return true;
 }
@@ -41,21 +41,22 @@ void HostChannel::commit() {
   outcome.see_all();
   while (outcome.is_stepping()) outcome.step([] { return true; });
   if (outcome.phase() == OperationOutcome::Phase::kFailed) fail_as_decided({});
-  concluded_.store(true, std::memory_order_relaxed);
+  enter(Phase::kConcluded);
 }
 
 std::vector<int> HostChannel::not_announced() const {
   std::vector<int> late;
   for (int rank = 0; rank < size(); ++rank) {
-    const bool arrived = joining_ ? block(rank).joined.value.load(std::memory_order_acquire) != 0
-                                  : slot(rank).sequence.load(std::memory_order_acquire) >= sequence();
+    const bool arrived = phase() == Phase::kJoining
+                             ? block(rank).joined.value.load(std::memory_order_acquire) != 0
+                             : slot(rank).sequence.load(std::memory_order_acquire) >= sequence();
     if (!arrived) late.push_back(rank);
   }
   return late;
 }
 
 void HostChannel::fail_as_decided(const std::vector<int>& late) {
-  concluded_.store(true, std::memory_order_relaxed);
+  enter(Phase::kConcluded);
   if (!failure_) {
     failure_.emplace(members_->describe_failure(late, timeout_));
     if (on_failure_) on_failure_(failure_for_others(late));
