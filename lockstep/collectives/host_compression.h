@@ -31,8 +31,8 @@ const char* to_string(HostCompression compression);
 /// they may be used again.
 class ErrorFeedback {
  public:
-  /// Of its part of the host's sum, and of the result that it sends to other hosts. Zeros where `count` is another than
-  /// before.
+  /// The errors of this rank's part of the host's sum, and of the result that it sends to other hosts. Zeros where
+  /// `count` is another than before.
   float* of_partial(size_t count) { return resized(partial_, count); }
   float* of_result(size_t count) { return resized(result_, count); }
 
@@ -59,7 +59,7 @@ class BetweenHosts {
   BetweenHosts& operator=(const BetweenHosts&) = delete;
   ~BetweenHosts();
 
-  /// Of this thread's innermost scope; empty without one.
+  /// What this thread's innermost scope says; empty without one.
   static std::optional<HostCompression> compression();
   static std::shared_ptr<ErrorFeedback> feedback();
 

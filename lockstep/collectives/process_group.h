@@ -39,7 +39,7 @@ struct InitOptions {
   std::string backend = {};
   /// env:// (default), tcp://HOST:PORT or file:///PATH; see RendezvousOptions.
   std::string init_method = {};
-  /// Of the rendezvous, of each operation, and of the making of each further group.
+  /// The limit of the rendezvous, of each operation, and of the making of each further group.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
   int rank = -1;
   int world_size = -1;

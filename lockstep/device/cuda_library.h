@@ -36,7 +36,7 @@ class CudaLibrary {
   virtual std::string device_identity(int index) = 0;
   /// "NVIDIA H100 80GB HBM3".
   virtual std::string device_name(int index) = 0;
-  /// Of the NCCL library that is loaded: "2.29.7". Needs no card.
+  /// The version of the NCCL library that is loaded: "2.29.7". Needs no card.
   virtual std::string nccl_version() = 0;
 
   /// A c10d::ProcessGroupNCCL whose operations are in Lockstep's flight recorder as well as in NCCL's own.

@@ -20,7 +20,7 @@ struct Topology {
   /// From the identities of all ranks, by rank. Linear in their number but for a logarithm.
   static Topology make(const std::vector<HostIdentity>& identities, int rank);
 
-  /// Of a part of the ranks, which get new numbers by their places in `ranks`; `rank` is this process's among
+  /// The topology of a part of the ranks, which get new numbers by their places in `ranks`; `rank` is this process's among
   /// them.
   Topology among(const std::vector<int>& ranks, int rank) const;
 

@@ -47,7 +47,7 @@ inline double difference(const at::Tensor& a, const at::Tensor& b) {
   return (a.detach() - b.detach()).abs().max().item<double>();
 }
 
-/// Of the members' ranks in the default group. Collective.
+/// The sum of the members' ranks in the default group. Collective.
 inline int64_t sum_of_ranks(const ProcessGroup& group) {
   at::Tensor tensor = at::full({1}, get_rank(), at::kLong);
   all_reduce(tensor, ReduceOp::SUM, group);

@@ -38,7 +38,7 @@ class GroupChannel {
   static std::shared_ptr<GroupChannel> open(std::shared_ptr<HostTransport> transport,
                                             const std::vector<int>& members, const AddressExchange& exchange,
                                             const Deadline& deadline);
-  /// Of a group on one host, around its channel.
+  /// The channel of a group on one host, around that host's.
   static std::shared_ptr<GroupChannel> of_host(std::shared_ptr<HostChannel> host);
   GroupChannel(const GroupChannel&) = delete;
   GroupChannel& operator=(const GroupChannel&) = delete;
@@ -48,12 +48,12 @@ class GroupChannel {
   int size() const { return layout_.size(); }
   /// The rank within the job, for messages.
   int job_rank(int rank) const { return transport().job_rank(members_[rank]); }
-  /// Of a member, for messages; "" in a job on one host.
+  /// The host of a member, for messages; "" in a job on one host.
   const std::string& host_name(int rank) const { return transport().host_name(members_[rank]); }
   HostTransport& transport() const { return host_->transport(); }
   const GroupLayout& layout() const { return layout_; }
   bool spans_hosts() const { return between_ != nullptr; }
-  /// Of a group over hosts: what no other group of its transport has, the same on all members.
+  /// What no other group over hosts of its transport has, the same on all members.
   std::string id() const;
   /// The members on this host; ranks there are places in layout().neighbours().
   HostChannel& host() { return *host_; }
@@ -64,7 +64,7 @@ class GroupChannel {
   bool has_ended(int rank) const { return transport().has_ended(members_[rank]); }
   /// The ranks of the transport.
   const std::vector<int>& members() const { return members_; }
-  /// Of a member on another host: as far as it has told this rank.
+  /// Whether a member has left; one on another host, as far as it has told this rank.
   bool has_left(int rank) const;
 
   // Messages between hosts, for the operation in progress. The two ranks of a pair send and receive in the same order:

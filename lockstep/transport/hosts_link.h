@@ -41,7 +41,7 @@ class HostsLink final : public ControlListener {
   /// Asks a member with which this rank will have point-to-point messages to tell when it leaves.
   void greet(int rank);
   void leave();
-  /// Of a group that has failed: why, unless it was told already.
+  /// Tells why the group has failed, unless it was told already.
   void tell_that_it_failed();
 
   void on_control(int from, const ControlMessage& message) override;

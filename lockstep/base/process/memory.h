@@ -25,7 +25,7 @@ MemoryLimits read_memory_limits(const std::string& root = "");
 /// knows no ENOSPC: pages beyond the limit bring the out-of-memory killer. `purpose` begins the message.
 void check_memory_available(int64_t bytes, std::string_view purpose);
 
-/// Of a page of the system: 4 KiB, and 16 or 64 KiB on some machines with ARM or POWER processors.
+/// The size of a page of the system: 4 KiB, and 16 or 64 KiB on some machines with ARM or POWER processors.
 size_t page_bytes();
 
 /// "25.0 MiB"

@@ -81,7 +81,7 @@ struct alignas(64) PhaseBoard {
   Step newest_step() const;
 
   void set_times(const PhaseTimes& times);
-  /// Of the last window; nothing before its end.
+  /// The times of the last window; nothing before its end.
   std::optional<PhaseTimes> times() const;
 
  private:

@@ -69,7 +69,7 @@ class LockstepBackend : public c10d::Backend {
     /// For programs that ask for "gloo": called so in profiles, errors end with Gloo's words, and an
     /// all_gather's future has Gloo's form.
     bool stands_in_for_gloo = false;
-    /// Of a subclass: makes those that come from this one by split(), merge() and shrink(), too.
+    /// Makes a subclass; also of those that come from this one by split(), merge() and shrink().
     Make make_subclass = nullptr;
     /// Where the members of a group over hosts meet that go on without the others.
     c10::intrusive_ptr<c10d::Store> store = {};
@@ -77,7 +77,7 @@ class LockstepBackend : public c10d::Backend {
 
   LockstepBackend(std::shared_ptr<transport::GroupChannel> channel, Settings settings);
   ~LockstepBackend() override;
-  /// Of the class that the settings name.
+  /// Makes one of the class that the settings name.
   static c10::intrusive_ptr<LockstepBackend> make(std::shared_ptr<transport::GroupChannel> channel,
                                                   Settings settings);
 
@@ -195,7 +195,7 @@ class LockstepBackend : public c10d::Backend {
   /// Throws c10::DistBackendError in a child that was forked since the group was made.
   void check_not_forked() const;
   const std::string& name() const { return settings_.name; }
-  /// Of operations that are given none.
+  /// The timeout of operations that are given none.
   std::chrono::milliseconds timeout() const { return timeout_or_default({}); }
   transport::GroupChannel& channel() { return *channel_; }
   const c10::intrusive_ptr<c10d::Store>& store() const { return settings_.store; }
@@ -221,10 +221,10 @@ class LockstepBackend : public c10d::Backend {
 
  private:
   c10::intrusive_ptr<c10d::Work> submit(collectives::internal::PlannedOperation operation);
-  /// Of a reduction that this thread starts.
+  /// The signature of a reduction that this thread starts.
   Signature reducing_signature(const Signature& signature,
                                const collectives::internal::Reducing& reducing) const;
-  /// Of a group that is made from this one with such options; null, or another backend's: the same as here.
+  /// The compression of a group that is made from this one with such options; null, or another backend's: as here.
   HostCompression between_hosts_of(const Options* options) const;
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
   int checked_root(int64_t root, const char* operation, const char* role) const;

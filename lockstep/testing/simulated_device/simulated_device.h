@@ -36,7 +36,7 @@ struct Counters {
   int64_t host_synchronizations = 0;
   /// Waits for a whole device.
   int64_t device_synchronizations = 0;
-  /// Of host memory, by the HostMemoryRegistrar; and of these, those in force.
+  /// Registrations of host memory by the HostMemoryRegistrar; and of these, those in force.
   int64_t registrations = 0;
   int64_t registered_now = 0;
   /// Calls of emptyCache().

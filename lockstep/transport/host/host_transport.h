@@ -80,11 +80,11 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     return static_cast<int>(layout_.neighbours().size()) -
            static_cast<int>(neighbours_ended_.load(std::memory_order_relaxed));
   }
-  /// Of all ranks of the job.
+  /// The layout of all ranks of the job.
   const GroupLayout& layout() const { return layout_; }
   bool spans_hosts() const { return layout_.spans_hosts(); }
   bool is_here(int rank) const { return layout_.host_of[rank] == layout_.host(); }
-  /// Of a rank of a job over several hosts; else "".
+  /// The host of a rank of a job over several hosts; else "".
   const std::string& host_name(int rank) const { return peers_[rank]->host; }
   /// " on node-a", of a rank of a job over several hosts; else "".
   std::string on_host(int rank) const;
@@ -110,7 +110,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// " in 2B3": what a rank of this host does of a plan, or did when it ended, and of another host's in what it was stopped, as was
   /// heard from there last; "" where that is not known, or it has none.
   std::string in_action(int rank) const;
-  /// Of a rank that has ended: whether its own host, or the rank itself, has said so. Otherwise its connection is lost, and
+  /// Whether the own host of a rank that has ended, or the rank itself, has said so. Otherwise its connection is lost, and
   /// it may live and be cut off.
   bool end_is_certain(int rank) const;
   int pid_of(int rank) const { return peers_[rank]->link.pid; }
@@ -121,7 +121,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// Whether the rank's process is stopped by a signal or a debugger, as far as this host's /proc says; of a rank on
   /// another host, as was heard from there last.
   bool is_stopped(int rank) const;
-  /// Of a rank on another host.
+  /// The state of a rank on another host.
   PeerState state_of(int rank) const;
   /// "has been silent for 7 s", of a rank on another host that is suspected; else "".
   std::string describe_silence(int rank) const;
@@ -224,7 +224,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
 
   HostTransport(int rank, int world_size, const Options& options);
   void install(int rank, uint32_t index, std::shared_ptr<Segment> segment);
-  /// Of a word; null unless it lies in a segment that is mapped.
+  /// The address of a word; null unless it lies in a segment that is mapped.
   std::byte* mapped_address(int rank, const MemoryReference& reference) const;
   void publish_segment(uint32_t index, const std::shared_ptr<Segment>& segment);
   /// Whether some still can't be sent.

@@ -21,7 +21,7 @@ struct alignas(64) WaitRecord {
   std::atomic<int64_t> since_ns{0};  // when it began, by the host's monotonic clock
 };
 
-/// Of the waits of one process that have lasted long enough to sleep. More threads than records: the others'
+/// Records of the waits of one process that have lasted long enough to sleep. More threads than records: the others'
 /// waits are not seen.
 using WaitRecords = std::array<WaitRecord, 16>;
 

@@ -86,7 +86,7 @@ class Wire {
   void before_sleep();
   /// Once this returns, on_done has run for all requests that were done before.
   void await_told();
-  /// Of a rank whose connection is lost: the engine's reason.
+  /// The engine's reason, where a rank's connection is lost.
   std::optional<std::string> lost(int rank) const;
 
  private:
@@ -136,7 +136,7 @@ class Request : private Operation {
   bool done() const { return status() != RequestStatus::kPending; }
   RequestStatus status() const { return Operation::status.load(std::memory_order_acquire); }
   int peer() const { return Operation::peer; }
-  /// Of the message, once status() is kSucceeded: that of a receive may have been shorter than its memory.
+  /// The size of the message, once status() is kSucceeded: that of a receive may have been shorter than its memory.
   size_t bytes() const { return Operation::bytes; }
 
  private:

@@ -47,7 +47,7 @@ class OutsideWait {
   virtual ~OutsideWait() = default;
   /// Whether all has come; moves what can be moved now.
   virtual bool complete() = 0;
-  /// Of the ranks from which something has not come, one that has ended or left.
+  /// One that has ended or left of the ranks from which something has not come.
   virtual std::optional<Gone> gone() = 0;
   /// Whether gone() may have changed since it was called last. Reads atomics only.
   virtual bool has_changed() const = 0;
@@ -98,7 +98,7 @@ class HostChannel {
 
   /// Starts the next operation. `background`: the caller is a communication thread beside a computing one.
   void begin(const Deadline& deadline, bool background);
-  /// Of the operation in progress: so many bytes travel between hosts. If that takes long its waiters sleep at once.
+  /// So many bytes of the operation in progress travel between hosts. If that takes long its waiters sleep at once.
   void expect_messages(size_t bytes);
   /// Where the payload of the coming announcement is to stand, kPayloadBytes: for a caller that writes it
   /// there itself.
@@ -176,7 +176,7 @@ class HostChannel {
   bool failed() const { return members_->fails(sequence() + 1); }
   /// The operation that abort() fails, if it was called now.
   uint64_t next_to_fail() const { return concluded() ? sequence() + 1 : sequence(); }
-  /// Of a channel that has failed. From any thread.
+  /// The failure of a channel that has failed. From any thread.
   GroupFailure failure_for_others(const std::vector<int>& late = {}) const;
   /// `on_failure` runs once, in the operation's thread, before it throws that the channel has failed.
   void set_on_failure(std::function<void(const GroupFailure&)> on_failure) {

@@ -107,7 +107,7 @@ class MessageChannel {
   /// interrupt check throws (base/process/interrupt.h); the request goes on then, too.
   bool wait(const Handle& request, const Deadline& until = Deadline::never());
   bool is_done(const Handle& request);
-  /// Of a request that is done: null, or a ChannelError: the peer ended or left, the request's deadline has
+  /// The error of a request that is done: null, or a ChannelError: the peer ended or left, the request's deadline has
   /// passed, the group failed or was closed; MessageMismatch; or what has kept this rank from moving it, such
   /// as c10::OutOfMemoryError. A send that failed before the peer could receive it is never delivered.
   std::exception_ptr error(const Handle& request);
@@ -184,7 +184,7 @@ class MessageChannel {
   bool busy() const { return !requests_.empty(); }
   uint64_t events() const;
 
-  // Of group ranks. `members_` knows those on this host, by their places.
+  // What is known of group ranks. `members_` knows those on this host, by their places.
   bool is_remote(int rank) const { return wire_ && wire_->is_remote(rank); }
   int place_of(int rank) const { return wire_ ? wire_->members().places[rank] : rank; }
   int transport_rank(int rank) const {
