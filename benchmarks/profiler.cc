@@ -4,6 +4,7 @@
 //     add:off     additions of 4 floats, without a profiler
 //     add:plain   while they are recorded      add:shapes   with record_shapes
 //     add:memory  with profile_memory, too     add:stack    with with_stack, too
+//     scope       scopes of the program's own (RecordFunction) without a profiler; the argument is their number
 //     export      from the end of what was recorded to its file
 //     merge:N     the traces of N ranks, each of so many MiB, into one file; the fact resident_bytes is the most that this
 //                 process has held
@@ -30,6 +31,7 @@
 #include <lockstep/flight/operation_observer.h>
 #include <lockstep/profiler/merge_traces.h>
 #include <lockstep/profiler/profiler.h>
+#include <lockstep/profiler/record_function.h>
 
 #include "command_loop.h"
 
@@ -77,6 +79,12 @@ int64_t time_additions(const std::string& how, int64_t count) {
   const int64_t before = lockstep::benchmarks::wall_clock();
   add(count);
   return lockstep::benchmarks::wall_clock() - before;
+}
+
+int64_t time_scopes(int64_t count) {
+  const int64_t before = lockstep::bench::wall_clock();
+  for (int64_t i = 0; i < count; ++i) const lockstep::profiler::RecordFunction scope("augment");
+  return lockstep::bench::wall_clock() - before;
 }
 
 int64_t time_export(int64_t count) {
@@ -207,11 +215,13 @@ Timings measure(const Command& command) {
   const int64_t argument = std::stoll(command.argument);
   if (what == "merge") return time_merge(std::stoi(how), argument);
   if (what == "phases") return time_phases(argument, command.iterations);
-  TORCH_CHECK_VALUE(what == "add" || what == "export", "'", command.operation,
-                    "' is no command; do: add:HOW, export, merge:RANKS, phases");
+  TORCH_CHECK_VALUE(what == "add" || what == "scope" || what == "export", "'", command.operation,
+                    "' is no command; do: add:HOW, scope, export, merge:RANKS, phases");
   Timings timings;
   for (int64_t i = 0; i < command.warmup + command.iterations; ++i) {
-    const int64_t took = what == "add" ? time_additions(how, argument) : time_export(argument);
+    const int64_t took = what == "add"     ? time_additions(how, argument)
+                         : what == "scope" ? time_scopes(argument)
+                                           : time_export(argument);
     if (i >= command.warmup) timings.wall.push_back(took);
   }
   return timings;

@@ -216,7 +216,7 @@ def pipelines(results):
 def profiles(results):
     rows = [[words, *(duration(results.median(f"profiler.{what}.{who}")) for who in profiler.CONTENDERS),
              ratio(results, f"profiler.{what}.vs_python") if what != "off" else ""]
-            for what, words in {"off": "an addition of 4 floats, not recorded", **{
+            for what, words in {"scope": "a scope, not recorded", "off": "an addition of 4 floats, not recorded", **{
                 what: f"{words}, adds" for what, words in profiler.LEVELS.items()}, "export": "the end and the file, for each"}.items()
             if f"profiler.{what}.lockstep" in results.series]
     if "profiler.phases" in results.series:

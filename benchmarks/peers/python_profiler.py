@@ -9,7 +9,7 @@ import tempfile
 import time
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import command_loop
 
@@ -34,6 +34,14 @@ def time_additions(how, count):
         return time.perf_counter_ns() - before
 
 
+def time_scopes(count):
+    before = time.perf_counter_ns()
+    for _ in range(count):
+        with record_function("augment"):
+            pass
+    return time.perf_counter_ns() - before
+
+
 def time_export(count):
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         recorded = recorder("plain")
@@ -45,9 +53,13 @@ def time_export(count):
         return time.perf_counter_ns() - before
 
 
+OPERATIONS = {"add": time_additions, "scope": time_scopes, "export": time_export}
+
+
 def measure(operation, argument, iterations, warmup):
     what, _, how = operation.partition(":")
-    wall = [time_additions(how, int(argument)) if what == "add" else time_export(int(argument)) for _ in range(warmup + iterations)]
+    arguments = (how, int(argument)) if how else (int(argument),)
+    wall = [OPERATIONS[what](*arguments) for _ in range(warmup + iterations)]
     return wall[warmup:], []
 
 

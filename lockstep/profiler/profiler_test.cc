@@ -12,8 +12,10 @@
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
+#include <ATen/record_function.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 #include <torch/torch.h>
@@ -23,6 +25,7 @@
 #include <lockstep/profiler/profiler.h>
 #include <lockstep/profiler/record_function.h>
 #include <lockstep/testing/message_of.h>
+#include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::profiler_test {
@@ -44,6 +47,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::message_of;
 using ::testing::Not;
+using testing::run_ranks;
 using testing::TemporaryFolder;
 
 json read(const std::string& path) {
@@ -191,6 +195,35 @@ TEST(Profiler, TheTraceHasOperationsOfAllThreads) {
   EXPECT_EQ(trace["numbers"], json({1, 2}));
   EXPECT_EQ(trace["lockstep"]["pid"], ::getpid());
   EXPECT_THAT(folder.entries(), ElementsAre("trace.json"));
+}
+
+/// In a process whose flight recorder is off: there an operation has a number while it has an observer.
+TEST(Profiler, WhileNothingIsRecordedNothingIsObserved) {
+  run_ranks(
+      1,
+      [](int) {
+        const std::vector<at::Tensor> tensors = {torch::ones({2})};
+        const auto observed = [&] { return std::pair(at::hasCallbacks(), tell_operation(tensors, 1) != 0); };
+        const std::pair nothing(false, false), all(true, true);
+        EXPECT_EQ(observed(), nothing);
+        {
+          Profiler profile(
+              {.schedule = schedule({.wait = 1, .warmup = 1, .active = 1, .repeat = 1}), .with_stack = true});
+          EXPECT_EQ(observed(), nothing) << "in the step that waits";
+          profile.step();
+          EXPECT_EQ(observed(), nothing) << "in the warm-up";
+          profile.step();
+          EXPECT_EQ(observed(), all);
+          profile.step();
+          EXPECT_EQ(observed(), nothing) << "after the cycle";
+        }
+        EXPECT_EQ(observed(), nothing) << "after the profiler";
+        Profiler whole;
+        EXPECT_EQ(observed(), all);
+        whole.stop();
+        EXPECT_EQ(observed(), nothing) << "after stop()";
+      },
+      {.environment = {{"LOCKSTEP_FLIGHT_RECORDS", "0"}}});
 }
 
 TEST(Profiler, OtherThreadsShowTheirScopes) {

@@ -17,7 +17,7 @@ def profiler(fleet, results, rounds, generator):
     if len(present(fleet, results, CONTENDERS.values())) < 2:
         return
     fleet.say("operators while they are recorded")
-    operations = ["export", *(f"add:{how}" for how in ("off", *LEVELS))]
+    operations = ["scope", "export", *(f"add:{how}" for how in ("off", *LEVELS))]
     turns = [Turn(f"{who} {operation}", fleet.job(kind, 1), operation, OPERATORS, SECONDS, most=MOST, least=3)
              for who, kind in CONTENDERS.items() for operation in operations]
     bursts = run_rounds(turns, rounds, generator)
@@ -29,11 +29,12 @@ def profiler(fleet, results, rounds, generator):
     for who in CONTENDERS:
         off = each(who, "add:off")
         results.add_series(f"profiler.off.{who}", "ns", off)
-        results.add_series(f"profiler.export.{who}", "ns", each(who, "export"))
+        for what in ("scope", "export"):
+            results.add_series(f"profiler.{what}.{who}", "ns", each(who, what))
         for how in LEVELS:
             added = [recorded - plain for recorded, plain in zip(each(who, f"add:{how}"), off)]
             results.add_series(f"profiler.{how}.{who}", "ns", added)
-    for what in ("export", *LEVELS):
+    for what in ("scope", "export", *LEVELS):
         results.add_ratio(f"profiler.{what}.vs_python", f"profiler.{what}.python", f"profiler.{what}.lockstep")
     fleet.say("what a step tells of its phases, always")
     (answer,) = fleet.job("profiler", 1).measure("phases", STEPS, 5, 1)
