@@ -4,13 +4,13 @@
 //     add:off     additions of 4 floats, without a profiler
 //     add:plain   while they are recorded      add:shapes   with record_shapes
 //     add:memory  with profile_memory, too     add:stack    with with_stack, too
+//     add:flops   with record_shapes and with_flops
 //     scope       scopes of the program's own (RecordFunction) without a profiler; the argument is their number
-//     export      from the end of what was recorded to its file
+//     export:HOW  from the end of what was recorded so to its file
 //     merge:N     the traces of N ranks, each of so many MiB, into one file; the fact resident_bytes is the most that this
 //                 process has held
 //     phases      without a profiler: what a training step tells of its phases; the argument is a number of steps
 // peers/python_profiler.py measures the same for torch.profiler, but for merge.
-#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -67,10 +67,11 @@ void add(int64_t count) {
 }
 
 ProfilerOptions options_of(const std::string& how) {
-  const std::vector<std::string> levels = {"plain", "shapes", "memory", "stack"};
-  const auto level = std::find(levels.begin(), levels.end(), how) - levels.begin();
-  TORCH_CHECK_VALUE(level < 4, "'add:", how, "' is no command; do: add:off, plain, shapes, memory or stack");
-  return {.record_shapes = level >= 1, .profile_memory = level >= 2, .with_stack = level >= 3};
+  const bool flops = how == "flops", stack = how == "stack", memory = stack || how == "memory";
+  const bool shapes = memory || flops || how == "shapes";
+  TORCH_CHECK_VALUE(shapes || how == "plain", "'", how,
+                    "' is no way to record; there are plain, shapes, flops, memory and stack");
+  return {.record_shapes = shapes, .profile_memory = memory, .with_stack = stack, .with_flops = flops};
 }
 
 int64_t time_additions(const std::string& how, int64_t count) {
@@ -87,9 +88,9 @@ int64_t time_scopes(int64_t count) {
   return lockstep::bench::wall_clock() - before;
 }
 
-int64_t time_export(int64_t count) {
+int64_t time_export(const std::string& how, int64_t count) {
   const Folder folder;
-  Profiler profiler;
+  Profiler profiler(options_of(how));
   add(count);
   const int64_t before = lockstep::benchmarks::wall_clock();
   profiler.stop();
@@ -216,12 +217,12 @@ Timings measure(const Command& command) {
   if (what == "merge") return time_merge(std::stoi(how), argument);
   if (what == "phases") return time_phases(argument, command.iterations);
   TORCH_CHECK_VALUE(what == "add" || what == "scope" || what == "export", "'", command.operation,
-                    "' is no command; do: add:HOW, scope, export, merge:RANKS, phases");
+                    "' is no command; do: add:HOW, scope, export:HOW, merge:RANKS, phases");
   Timings timings;
   for (int64_t i = 0; i < command.warmup + command.iterations; ++i) {
     const int64_t took = what == "add"     ? time_additions(how, argument)
                          : what == "scope" ? time_scopes(argument)
-                                           : time_export(argument);
+                                           : time_export(how, argument);
     if (i >= command.warmup) timings.wall.push_back(took);
   }
   return timings;

@@ -216,8 +216,10 @@ def pipelines(results):
 def profiles(results):
     rows = [[words, *(duration(results.median(f"profiler.{what}.{who}")) for who in profiler.CONTENDERS),
              ratio(results, f"profiler.{what}.vs_python") if what != "off" else ""]
-            for what, words in {"scope": "a scope, not recorded", "off": "an addition of 4 floats, not recorded", **{
-                what: f"{words}, adds" for what, words in profiler.LEVELS.items()}, "export": "the end and the file, for each"}.items()
+            for what, words in {"scope": "a scope, not recorded", "off": "an addition of 4 floats, not recorded",
+                                **{what: f"{words}, adds" for what, words in profiler.LEVELS.items()},
+                                "export": "the end and the file, for each",
+                                "export_stack": "the end and the file with all but with_flops, for each"}.items()
             if f"profiler.{what}.lockstep" in results.series]
     if "profiler.phases" in results.series:
         rows.append(["what a step tells of its phases, always", duration(results.median("profiler.phases")), "", ""])

@@ -123,7 +123,10 @@ TARGETS = (
     Target("checkpoint.async.of_sync", 0.05, "an asynchronous save holds up, of a synchronous one", at_most=True),
     *(Target(f"profiler.{how}.vs_python", 1, f"an operator that is recorded{words}, adds no more than in torch.profiler")
       for how, words in (("plain", ""), ("shapes", " with shapes"), ("memory", ", memory, too"),
-                         ("stack", ", stacks of C++ here and of Python there, too"))),
+                         ("stack", ", stacks of C++ here and of Python there, too"), ("flops", " with shapes and flops"))),
+    *(Target(f"profiler.{what}.vs_python", 1, f"a recording's end and its file{words} take no longer than in torch.profiler")
+      for what, words in (("export", ""), ("export_stack", " with all but flops"))),
+    Target("profiler.phases.of_allowed", 1, "what a step tells of its phases, always, of 1 us", at_most=True),
     Target("profiler.merge.memory_of_traces", 0.64, "merging traces of 64 ranks, memory, of their bytes", at_most=True),
     *SHARDING_TARGETS,
     Target("sweep.pause.of_allowed", 1, "sweep, from the end of a job to the next, of 50 ms", at_most=True),

@@ -13,7 +13,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import command_loop
 
-LEVELS = ("plain", "shapes", "memory", "stack")
+# What each level records, as profile() calls it.
+LEVELS = {"plain": (), "shapes": ("record_shapes",), "memory": ("record_shapes", "profile_memory"),
+          "stack": ("record_shapes", "profile_memory", "with_stack"), "flops": ("record_shapes", "with_flops")}
 NUMBERS = torch.ones(4)
 
 
@@ -23,8 +25,7 @@ def add(count):
 
 
 def recorder(how):
-    level = LEVELS.index(how)
-    return profile(activities=[ProfilerActivity.CPU], record_shapes=level >= 1, profile_memory=level >= 2, with_stack=level >= 3)
+    return profile(activities=[ProfilerActivity.CPU], **dict.fromkeys(LEVELS[how], True))
 
 
 def time_additions(how, count):
@@ -42,9 +43,9 @@ def time_scopes(count):
     return time.perf_counter_ns() - before
 
 
-def time_export(count):
+def time_export(how, count):
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
-        recorded = recorder("plain")
+        recorded = recorder(how)
         recorded.start()
         add(count)
         before = time.perf_counter_ns()

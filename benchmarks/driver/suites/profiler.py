@@ -5,10 +5,14 @@ from benchmarks.driver.suites.collectives import present
 
 OPERATORS = 10_000  # in a turn's iteration
 SECONDS, MOST = 1, 12  # of a turn, and iterations in it
-# Each with those before it.
-LEVELS = {"plain": "recorded", "shapes": "and record_shapes", "memory": "and profile_memory", "stack": "and with_stack"}
+# Each with those before it, but with_flops, which takes shapes alone.
+LEVELS = {"plain": "recorded", "shapes": "and record_shapes", "memory": "and profile_memory", "stack": "and with_stack",
+          "flops": "record_shapes and with_flops"}
+# Series that are no differences, and what is done for them.
+WHOLE = {"scope": "scope", "export": "export:plain", "export_stack": "export:stack"}
 CONTENDERS = {"lockstep": "profiler", "python": "python_profiler"}
 STEPS = 100_000
+ALLOWED = 1_000  # nanoseconds that a step tells of its phases
 MERGE_RANKS, MERGE_MEBIBYTES = 64, 10  # of 100 MiB, it takes minutes
 
 
@@ -17,7 +21,7 @@ def profiler(fleet, results, rounds, generator):
     if len(present(fleet, results, CONTENDERS.values())) < 2:
         return
     fleet.say("operators while they are recorded")
-    operations = ["scope", "export", *(f"add:{how}" for how in ("off", *LEVELS))]
+    operations = [*WHOLE.values(), *(f"add:{how}" for how in ("off", *LEVELS))]
     turns = [Turn(f"{who} {operation}", fleet.job(kind, 1), operation, OPERATORS, SECONDS, most=MOST, least=3)
              for who, kind in CONTENDERS.items() for operation in operations]
     bursts = run_rounds(turns, rounds, generator)
@@ -29,16 +33,18 @@ def profiler(fleet, results, rounds, generator):
     for who in CONTENDERS:
         off = each(who, "add:off")
         results.add_series(f"profiler.off.{who}", "ns", off)
-        for what in ("scope", "export"):
-            results.add_series(f"profiler.{what}.{who}", "ns", each(who, what))
+        for what, operation in WHOLE.items():
+            results.add_series(f"profiler.{what}.{who}", "ns", each(who, operation))
         for how in LEVELS:
             added = [recorded - plain for recorded, plain in zip(each(who, f"add:{how}"), off)]
             results.add_series(f"profiler.{how}.{who}", "ns", added)
-    for what in ("scope", "export", *LEVELS):
+    for what in (*WHOLE, *LEVELS):
         results.add_ratio(f"profiler.{what}.vs_python", f"profiler.{what}.python", f"profiler.{what}.lockstep")
     fleet.say("what a step tells of its phases, always")
     (answer,) = fleet.job("profiler", 1).measure("phases", STEPS, 5, 1)
     results.add_series("profiler.phases", "ns", [cpu / STEPS for cpu in answer["cpu"]])
+    results.add_series("profiler.allowed", "ns", [ALLOWED] * len(answer["cpu"]))
+    results.add_ratio("profiler.phases.of_allowed", "profiler.phases", "profiler.allowed", better="lower")
     fleet.say(f"merging the traces of {MERGE_RANKS} ranks, {MERGE_MEBIBYTES} MiB each")
     (answer,) = fleet.job("profiler", 1).measure(f"merge:{MERGE_RANKS}", MERGE_MEBIBYTES, 1, 0)
     results.add_series("profiler.merge.time", "ns", answer["wall"])

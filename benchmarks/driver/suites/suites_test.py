@@ -25,10 +25,12 @@ STEP = {("cpp", "ddp"): 53, ("cpp", "fixed"): 54, ("cpp", "alone"): 52, ("cpp", 
         ("checkpoint", "save:nosync"): 100, ("checkpoint", "save:sync"): 200, ("checkpoint", "load:verify"): 50,
         ("checkpoint", "load:plain"): 40, ("checkpoint", "async:later"): 4,
         ("profiler", "add:off"): 5, ("profiler", "add:plain"): 8, ("profiler", "add:shapes"): 9, ("profiler", "add:memory"): 11,
-        ("profiler", "add:stack"): 20, ("profiler", "export"): 100, ("profiler", "merge:64"): 60_000,
+        ("profiler", "add:stack"): 20, ("profiler", "add:flops"): 10, ("profiler", "export:plain"): 100,
+        ("profiler", "export:stack"): 400, ("profiler", "merge:64"): 60_000,
         ("profiler", "phases"): 30, ("profiler", "scope"): 1, ("python_profiler", "scope"): 30,
         ("python_profiler", "add:off"): 10, ("python_profiler", "add:plain"): 16, ("python_profiler", "add:shapes"): 20,
-        ("python_profiler", "add:memory"): 22, ("python_profiler", "add:stack"): 40, ("python_profiler", "export"): 200,
+        ("python_profiler", "add:memory"): 22, ("python_profiler", "add:stack"): 40, ("python_profiler", "add:flops"): 25,
+        ("python_profiler", "export:plain"): 200, ("python_profiler", "export:stack"): 300,
         ("python_checkpoint", "torch_save:nosync"): 200, ("python_checkpoint", "torch_save:sync"): 300,
         ("python_checkpoint", "safetensors_save:nosync"): 80, ("python_checkpoint", "safetensors_save:sync"): 180,
         ("python_checkpoint", "torch_load:plain"): 60, ("python_checkpoint", "safetensors_load:plain"): 20}
@@ -274,12 +276,16 @@ def test_profilers_are_compared_by_what_they_add():
     assert answer.median("profiler.plain.lockstep") == pytest.approx(3e6 / profiler.OPERATORS)
     assert answer.median("profiler.plain.vs_python") == pytest.approx(2)
     assert answer.median("profiler.export.vs_python") == pytest.approx(2)
+    assert answer.median("profiler.export_stack.vs_python") == pytest.approx(0.75)
     assert answer.median("profiler.scope.vs_python") == pytest.approx(30)
+    assert answer.median("profiler.flops.vs_python") == pytest.approx(3)
     assert answer.median("profiler.phases") == pytest.approx(6e7 / profiler.STEPS)
+    assert answer.median("profiler.phases.of_allowed") == pytest.approx(0.6)
     assert answer.median("profiler.merge.memory_of_traces") == pytest.approx(0.25)
     table = report.report(answer)
     assert re.search(r"and profile_memory, adds +600 ns +1.2 us +2x", table), table
     assert re.search(r"a scope, not recorded +100 ns +3 us +30x", table), table
+    assert re.search(r"record_shapes and with_flops, adds +500 ns +1.5 us +3x", table), table
     assert re.search(r"4.0 GiB +60000 ms +1.0 GiB", table), table
     answer, _ = run(profiler.profiler, missing=["python_profiler"])
     assert answer.skipped == ["python_profiler is not here"] and not answer.series
