@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/training/step_mark.h>
 #include <lockstep/mlflow/mlflow_writer.h>
 
 namespace {
@@ -67,6 +68,10 @@ json answer(std::map<std::string, std::unique_ptr<MlflowWriter>>& writers, const
   if (what == "send_spooled") {
     const auto done = MlflowWriter::send_spooled(options_of(command));
     return {{"sent", done.sent}, {"left", done.left}};
+  }
+  if (what == "step") {  // of a training begins, for LOCKSTEP_PROFILE
+    lockstep::mark_step(lockstep::StepMark::kForward, &writers);
+    return json::object();
   }
   auto& writer = writers[command.value("writer", "")];
   if (what == "open") {

@@ -51,6 +51,26 @@ def test_other_calls_return_while_finalize_waits(start):
         assert driver.spooled() == []
 
 
+def test_a_trace_shows_what_is_sent(start, tmp_path):
+    """LOCKSTEP_PROFILE records the step in which all is sent."""
+
+    class Server(Proxy):
+        def forward(self, method, path, headers, body):
+            return 200, b'{"run": {"info": {"run_id": "abc"}}}'
+
+    with Server() as server:
+        driver = start(MLFLOW_TRACKING_URI=server.url, LOCKSTEP_PROFILE=f"wait:0,warmup:0,active:1,dir={tmp_path / 'traces'}")
+        driver("open")
+        driver("step")
+        driver("metrics", metrics={"loss": 1}, step=1)
+        assert driver("wait")["sent"], driver.stderr()
+        driver("step")
+    (trace,) = [json.loads(path.read_text())["traceEvents"] for path in (tmp_path / "traces").iterdir()]
+    (row,) = {event["tid"] for event in trace if event["name"] == "metrics: send to MLflow"}
+    names = [event["args"]["name"] for event in trace if event["name"] == "thread_name" and event["tid"] == row]
+    assert len(names) == 1 and "(lockstep-mlflow)" in names[0], names
+
+
 def test_a_refusal_that_is_interrupted_is_noted_once(start, tmp_path):
     """The server refuses a batch and its first half, goes away, and comes back to refuse that again."""
     batches = []

@@ -432,3 +432,21 @@ def test_times_are_in_the_files_unit(driver, tmp_path):
         stored = pq.read_table(command["files"][0])["t"]
         assert answer["schema"] == [["t", str(stored.type)]]
         assert plain(tables_of(command["out"])[0]["t"]) == stored.cast(pa.int64()).to_pylist()
+
+
+@pytest.mark.parametrize("how, thread, scopes", [
+    ("batches", "lockstep-rows", ("Parquet: read a row group", "Parquet: wait for room")),
+    ("loader", "lockstep-loader", ("DataLoader: make a batch", "DataLoader worker: wait for room"))])
+def test_a_trace_shows_what_the_readers_thread_does(run_driver, tmp_path, how, thread, scopes):
+    """LOCKSTEP_PROFILE records the first five of eight batches. The thread is at most two ahead, of batches with room for one row
+    group none, so that it waits and makes some from begin to end while it is recorded."""
+    file, traces = tmp_path / "x.parquet", tmp_path / "traces"
+    pq.write_table(pa.table({"x": list(range(32))}), file, row_group_size=4)
+    command = {"read": how, "files": [str(file)], "batch_size": 4 if how == "batches" else 1, "memory_limit": 1}
+    done = run_driver("parquet_driver", given=json.dumps(command) + "\n", LOCKSTEP_PROFILE=f"wait:0,warmup:0,active:5,dir={traces}")
+    assert "error" not in json.loads(done.stdout), done.stdout
+    (trace,) = [json.loads(path.read_text())["traceEvents"] for path in traces.iterdir()]
+    rows = {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    for scope in scopes:
+        found = [event for event in trace if event["ph"] == "X" and event["name"] == scope]
+        assert found and all(f"({thread})" in rows[event["tid"]] and event["dur"] >= 0 for event in found), scope
