@@ -10,6 +10,7 @@
 #include <torch/csrc/profiler/unwind/unwind.h>
 #include <torch/csrc/utils/cpp_stacktraces.h>
 
+#include <lockstep/base/log.h>
 #include <lockstep/profiler/internal/call_stacks.h>
 #include <lockstep/profiler/internal/current_log.h>
 
@@ -103,9 +104,17 @@ void CallStacks::give_to(std::vector<FunctionEvent>& events) const {
     const auto found = by_name.find({event.name, event.thread});
     if (found != by_name.end()) found->second.second.push_back(&event);
   }
-  for (auto& [name, pair] : by_name) {
+  size_t without_stack = 0;
+  std::string example;
+  for (auto& [key, pair] : by_name) {
     auto& [calls, of_name] = pair;
-    if (calls.size() != of_name.size()) continue;  // one of both has missed some: which, is not known
+    if (of_name.empty()) continue;
+    if (calls.size() != of_name.size()) {  // one of both has missed some: which, is not known
+      without_stack += of_name.size();
+      example = "'" + key.first + "', which has " + std::to_string(of_name.size()) + " events and " +
+                std::to_string(calls.size()) + " stacks in a thread";
+      continue;
+    }
     std::stable_sort(of_name.begin(), of_name.end(), [](const FunctionEvent* a, const FunctionEvent* b) {
       return std::make_tuple(a->start_ns, -a->end_ns) < std::make_tuple(b->start_ns, -b->end_ns);
     });
@@ -115,6 +124,10 @@ void CallStacks::give_to(std::vector<FunctionEvent>& events) const {
           of_name[i]->stack.push_back(text->second);
       }
     }
+  }
+  if (without_stack > 0) {
+    LOCKSTEP_LOG(kWarning) << "Profiler: " << without_stack << " events of the cycle are without their call "
+                           << "stacks, for which is whose is not known; they are of " << example;
   }
 }
 

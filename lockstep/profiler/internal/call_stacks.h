@@ -25,7 +25,8 @@ class CallStacks {
   ~CallStacks() { end(); }
 
   void end();
-  /// Looks the calls up, and gives each event its own. `events`: of Kineto, in any order. After end().
+  /// Looks the calls up, and gives each event its own. `events`: of Kineto, in any order. Where there are more or fewer events
+  /// of a name in a thread than calls, they get none, and the log says so. After end().
   void give_to(std::vector<FunctionEvent>& events) const;
 
   /// An operator and the calls that led to it. A training comes to the same ones in each step.
