@@ -265,6 +265,7 @@ KeyAverages key_averages(const std::vector<FunctionEvent>& events, const KeyAver
       first.device_type = event.device_type;
       first.is_async = event.is_async;
       first.is_user_annotation = event.is_user_annotation;
+      first.is_top_level = event.parent < 0;
       averages.push_back(std::move(first));
     }
     FunctionEventAvg& sum = averages[place->second];
@@ -360,13 +361,19 @@ std::string KeyAverages::table(const TableOptions& options) const {
     rows.add_line(std::string(rows.line_length(), '='));
     rows.add_line(options.header);
   }
+  if (options.top_level_events_only) {
+    rows.add_line(std::string(rows.line_length(), '='));
+    rows.add_line("This report only display top-level ops statistics");  // torch's words
+  }
   rows.add_separator();
   rows.add_headers();
   rows.add_separator();
   const auto time = [&](double us) { return text_of_time(us, options.time_unit); };
   int64_t shown = 0;
   for (const FunctionEventAvg& event : events) {
-    if (shown++ == options.row_limit) break;
+    if (shown == options.row_limit) break;
+    if (options.top_level_events_only && !event.is_top_level) continue;
+    ++shown;
     const auto most = static_cast<size_t>(std::max<int64_t>(options.max_name_column_width - 3, 0));
     std::vector<std::string> values = {
         event.key.size() >= most ? event.key.substr(0, most) + "..." : event.key,
@@ -410,6 +417,24 @@ std::string KeyAverages::table(const TableOptions& options) const {
   rows.add_line("Self CPU time total: " + time(self_cpu_total));
   if (has_device_time) rows.add_line("Self " + kind_.device + " time total: " + time(self_device_total));
   return rows.text();
+}
+
+FunctionEventAvg KeyAverages::total_average() const {
+  FunctionEventAvg total;
+  total.key = "Total";
+  for (const FunctionEventAvg& row : *this) {
+    total.count += row.count;
+    total.cpu_time_total += row.cpu_time_total;
+    total.self_cpu_time_total += row.self_cpu_time_total;
+    total.device_time_total += row.device_time_total;
+    total.self_device_time_total += row.self_device_time_total;
+    total.cpu_memory_usage += row.cpu_memory_usage;
+    total.self_cpu_memory_usage += row.self_cpu_memory_usage;
+    total.device_memory_usage += row.device_memory_usage;
+    total.self_device_memory_usage += row.self_device_memory_usage;
+    total.flops += row.flops;
+  }
+  return total;
 }
 
 }  // namespace lockstep::profiler

@@ -57,6 +57,7 @@ struct FunctionEventAvg {
   c10::DeviceType device_type = c10::DeviceType::CPU;
   bool is_async = false;
   bool is_user_annotation = false;
+  bool is_top_level = true;  ///< the first of them was called by no other event
 
   double cpu_time() const { return count == 0 ? 0 : cpu_time_total / static_cast<double>(count); }
   double device_time() const { return count == 0 ? 0 : device_time_total / static_cast<double>(count); }
@@ -79,7 +80,8 @@ struct TableOptions {
   int64_t max_name_column_width = 55;
   int64_t max_shapes_column_width = 80;
   std::string header = {};
-  std::string time_unit = {};  ///< "s", "ms", "us"; empty: as fits each value
+  bool top_level_events_only = false;  ///< without rows whose first event was called by another one
+  std::string time_unit = {};          ///< "s", "ms", "us"; empty: as fits each value
 };
 
 /// torch's EventList of key_averages().
@@ -90,6 +92,9 @@ class KeyAverages : public std::vector<FunctionEventAvg> {
   /// For people: the text that torch prints for the same values. Throws c10::ValueError for a `sort_by` or a
   /// `time_unit` that it does not know.
   std::string table(const TableOptions& options = {}) const;
+  /// The sums over all rows, with the key "Total".
+  FunctionEventAvg total_average() const;
+  double self_cpu_time_total() const { return total_average().self_cpu_time_total; }
 
  private:
   TableKind kind_;

@@ -2,6 +2,8 @@
 //
 //   schedule          for each line of standard input, WAIT WARMUP ACTIVE REPEAT SKIP_FIRST SKIP_FIRST_WAIT STEPS, a line
 //                     with the number of the action of each step, or "error"
+//   events            for each line of standard input, a list of events as profiler_test.py makes them, the averages and
+//                     their tables with a card's columns, as JSON
 //   model             a small training, as profiler_test.py does it: its averages and their tables, as JSON
 //   traces DIR RANK   two cycles of it, as the handler for TensorBoard writes them, with operations of a group
 //   level             the environment variable that keeps Kineto quiet, as main() finds it
@@ -29,6 +31,7 @@ namespace {
 
 using lockstep::Profiler;
 using lockstep::ProfilerOptions;
+using lockstep::profiler::FunctionEvent;
 using lockstep::profiler::FunctionEventAvg;
 using lockstep::profiler::KeyAverages;
 using lockstep::profiler::RecordFunction;
@@ -87,11 +90,16 @@ json row_of(const FunctionEventAvg& row) {
           {"count", row.count},
           {"cpu_time_total", row.cpu_time_total},
           {"self_cpu_time_total", row.self_cpu_time_total},
+          {"device_time_total", row.device_time_total},
+          {"self_device_time_total", row.self_device_time_total},
           {"cpu_memory_usage", row.cpu_memory_usage},
           {"self_cpu_memory_usage", row.self_cpu_memory_usage},
+          {"device_memory_usage", row.device_memory_usage},
+          {"self_device_memory_usage", row.self_device_memory_usage},
           {"flops", row.flops},
           {"input_shapes", row.input_shapes ? json(*row.input_shapes) : json()},
-          {"is_async", row.is_async}};
+          {"is_async", row.is_async},
+          {"is_top_level", row.is_top_level}};
 }
 
 json averages_of(const KeyAverages& averages) {
@@ -108,7 +116,46 @@ json averages_of(const KeyAverages& averages) {
       {.sort_by = "cpu_memory_usage", .header = "memory", .time_unit = "ms"});
   add({{"sort_by", "count"}, {"max_name_column_width", 20}, {"max_shapes_column_width", 15}},
       {.sort_by = "count", .max_name_column_width = 20, .max_shapes_column_width = 15});
-  return {{"rows", rows}, {"tables", tables}};
+  add({{"sort_by", "self_cuda_time_total"}, {"top_level_events_only", true}, {"row_limit", 2}},
+      {.sort_by = "self_cuda_time_total", .row_limit = 2, .top_level_events_only = true});
+  add({{"sort_by", "device_memory_usage"}, {"header", "devices"}, {"top_level_events_only", true}},
+      {.sort_by = "device_memory_usage", .header = "devices", .top_level_events_only = true});
+  return {{"rows", rows},
+          {"tables", tables},
+          {"total", row_of(averages.total_average())},
+          {"self_cpu_time_total", averages.self_cpu_time_total()}};
+}
+
+FunctionEvent event_of(const json& fields) {
+  FunctionEvent event;
+  event.name = fields.at("name").get<std::string>();
+  event.thread = fields.at("thread").get<uint64_t>();
+  event.start_ns = fields.at("start_us").get<int64_t>() * 1000;
+  event.end_ns = fields.at("end_us").get<int64_t>() * 1000;
+  event.kernel_ns = fields.at("kernel_us").get<int64_t>() * 1000;
+  event.input_shapes = fields.at("input_shapes").get<std::vector<std::vector<int64_t>>>();
+  if (fields.at("on_device").get<bool>()) event.device_type = c10::DeviceType::CUDA;
+  event.is_async = fields.at("is_async").get<bool>();
+  event.is_user_annotation = fields.at("is_user_annotation").get<bool>();
+  event.flops = fields.at("flops").get<uint64_t>();
+  event.cpu_memory_usage = fields.at("cpu_memory_usage").get<int64_t>();
+  event.device_memory_usage = fields.at("device_memory_usage").get<int64_t>();
+  return event;
+}
+
+void answer_events() {
+  for (std::string line; std::getline(std::cin, line);) {
+    std::vector<FunctionEvent> events;
+    for (const json& fields : json::parse(line)) events.push_back(event_of(fields));
+    lockstep::profiler::build_tree(events);
+    json answer;
+    for (const bool by_shape : {false, true}) {
+      answer[by_shape ? "by shape" : "by name"] = averages_of(
+          lockstep::profiler::key_averages(events, {.group_by_input_shape = by_shape},
+                                           {.device = "CUDA", .profile_memory = true, .with_flops = true}));
+    }
+    std::cout << answer << "\n";
+  }
 }
 
 ProfilerOptions all_options() {
@@ -175,6 +222,8 @@ LOCKSTEP_DRIVER(profiler_driver) {
   const std::string what = argc > 1 ? argv[1] : "";
   if (what == "schedule") {
     answer_schedules();
+  } else if (what == "events") {
+    answer_events();
   } else if (what == "model") {
     profile_model();
   } else if (what == "traces" && argc > 3) {

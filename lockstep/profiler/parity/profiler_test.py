@@ -6,12 +6,17 @@ import warnings
 
 import pytest
 import torch
-from torch.autograd.profiler_util import EventList, FunctionEventAvg
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent, FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 RANKS = 2
 SCHEDULES = 10_000
 STEPS = 60
+LISTS = 300  # of events
+# What rows of averages add up.
+SUMS = ("count", "flops", "cpu_time_total", "self_cpu_time_total", "device_time_total", "self_device_time_total",
+        "cpu_memory_usage", "self_cpu_memory_usage", "device_memory_usage", "self_device_memory_usage")
 
 
 def torchs_actions(wait, warmup, active, repeat, skip_first, skip_first_wait):
@@ -91,11 +96,13 @@ def our_averages(run_driver):
 
 @pytest.mark.parametrize("kind", ["by name", "by shape"])
 def test_operators_are_torchs(torchs_averages, our_averages, kind):
-    """Counts, shapes and operations; times are each one's own."""
-    torchs = {(row.key, str(row.input_shapes or [])): (row.count, row.flops) for row in torchs_averages[kind]}
-    ours = {(row["key"], str(row["input_shapes"] or [])): (row["count"], row["flops"]) for row in our_averages[kind]["rows"]}
+    """Counts, shapes, operations, and which are called by no other; times are each one's own."""
+    torchs = {(row.key, str(row.input_shapes or [])): (row.count, row.flops, row.cpu_parent is None)
+              for row in torchs_averages[kind]}
+    ours = {(row["key"], str(row["input_shapes"] or [])): (row["count"], row["flops"], row["is_top_level"])
+            for row in our_averages[kind]["rows"]}
     assert ours == torchs
-    assert any(flops > 0 for _, flops in ours.values())
+    assert any(flops > 0 for _, flops, _ in ours.values())
 
 
 @pytest.mark.parametrize("kind", ["by name", "by shape"])
@@ -108,10 +115,70 @@ def test_tables_are_torchs(our_averages, kind):
             setattr(average, name, value)
         average.input_shapes = row["input_shapes"] if row["input_shapes"] is not None else ""
         average.node_id, average.stack, average.overload_name, average.is_user_annotation = -1, [], "", False
+        average.cpu_parent = None if row["is_top_level"] else average
         rows.append(average)
-    assert len(our_averages[kind]["tables"]) > 3
-    for table in our_averages[kind]["tables"]:
+    check_against(our_averages[kind], rows)
+
+
+def check_against(ours, rows):
+    """Our tables and sums against what torch makes of its rows."""
+    assert len(ours["tables"]) > 5
+    for table in ours["tables"]:
         assert table["text"] == rows.table(**table["arguments"]), table["arguments"]
+    total = rows.total_average()
+    assert ours["total"]["key"] == total.key
+    assert {name: ours["total"][name] for name in SUMS} == pytest.approx({name: getattr(total, name) for name in SUMS})
+    assert ours["self_cpu_time_total"] == pytest.approx(rows.self_cpu_time_total)
+
+
+def random_events(rng):
+    """Calls in two threads, within each other or across each other's ends, with kernels and memory; and what runs on a card."""
+    events = []
+    for number in range(rng.randint(1, 40)):
+        start, on_device = rng.randrange(200), number == 0 or rng.random() < 0.2
+        events.append({
+            "name": rng.choice(["aten::mm", "aten::add", "aten::empty", "step", "a kernel's name" * 5]),
+            "thread": rng.randint(1, 2), "start_us": start, "end_us": start + rng.choice([1, 20, 100, 1500, 2_000_000]),
+            "on_device": on_device, "kernel_us": 0 if on_device else rng.choice([0, 0, 7, 90]),
+            "is_async": not on_device and rng.random() < 0.1, "is_user_annotation": number > 0 and rng.random() < 0.1,
+            "flops": rng.choice([0, 0, 600, 10**7]),
+            "input_shapes": rng.choice([[], [[2, 3], []], [[128, 1024], [1024, 4], [4]]]),
+            **{name: 0 if on_device else rng.choice([0, 16, -16, 3000, 5 << 20, -(7 << 30)])
+               for name in ("cpu_memory_usage", "device_memory_usage")}})
+    return events
+
+
+def torchs_events(events):
+    made = []
+    for number, one in enumerate(events):
+        fields = {name: one[name] for name in ("name", "thread", "start_us", "end_us", "is_async", "is_user_annotation", "flops",
+                                               "input_shapes", "cpu_memory_usage", "device_memory_usage")}
+        device = DeviceType.CUDA if one["on_device"] else DeviceType.CPU
+        event = FunctionEvent(id=number, stack=[], use_device="cuda", device_type=device, **fields)
+        if one["kernel_us"] > 0:
+            event.append_kernel("kernel", 0, one["kernel_us"])
+        made.append(event)
+    made.sort(key=lambda event: [event.time_range.start, -event.time_range.end])
+    answer = EventList(made, use_device="cuda", profile_memory=True, with_flops=True)
+    answer._build_tree()
+    return answer
+
+
+def test_averages_and_tables_with_devices_are_torchs(ask_driver):
+    rng = random.Random(20261129)
+    wanted = [random_events(rng) for _ in range(LISTS)]
+    headers = set()
+    answers = ask_driver("profiler_driver", [json.dumps(events) for events in wanted], "events")
+    for events, line in zip(wanted, answers, strict=True):
+        answer, theirs = json.loads(line), torchs_events(events)
+        for kind, by_shape in (("by name", False), ("by shape", True)):
+            rows = theirs.key_averages(group_by_input_shapes=by_shape)
+            assert [row["key"] for row in answer[kind]["rows"]] == [row.key for row in rows]
+            for ours, row in zip(answer[kind]["rows"], rows, strict=True):
+                assert {name: ours[name] for name in SUMS} == {name: getattr(row, name) for name in SUMS}, events
+            check_against(answer[kind], rows)
+            headers.add(answer[kind]["tables"][0]["text"].splitlines()[1])
+    assert any("Self CUDA %" in header and "Self CUDA Mem" in header and "Input Shapes" in header for header in headers)
 
 
 @pytest.fixture(scope="module")
