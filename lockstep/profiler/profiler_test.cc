@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <csignal>
 #include <fstream>
 #include <future>
@@ -135,6 +136,24 @@ TEST(Profiler, AStopInTheMiddleOfACycleSavesWhatThereIs) {
         {.schedule = schedule({.warmup = 2, .active = 1}), .on_trace_ready = [&](Profiler&) { ++ready; }});
   }
   EXPECT_EQ(ready, 0);
+}
+
+/// Not compared with torch (parity/profiler_test.py), which ends by SIGSEGV.
+TEST(Profiler, AWarmUpMayFollowARecordThatWasNotSaved) {
+  std::vector<std::map<std::string, int64_t>> cycles;
+  Profiler profile({.schedule =
+                        [](int64_t step) {
+                          using enum profiler::ProfilerAction;
+                          constexpr std::array kActions = {kRecord, kWarmup, kRecord, kRecordAndSave, kNone};
+                          return kActions.at(static_cast<size_t>(step));
+                        },
+                    .on_trace_ready = [&](Profiler& ready) { cycles.push_back(counts(ready)); }});
+  for (int step = 0; step < 4; ++step) {
+    torch::ones({2});
+    profile.step();
+  }
+  ASSERT_EQ(cycles.size(), 1);
+  EXPECT_EQ(cycles[0].at("aten::ones"), 2);
 }
 
 TEST(Profiler, GoesOnAfterAHandlerThatFails) {

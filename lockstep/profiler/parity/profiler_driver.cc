@@ -2,6 +2,7 @@
 //
 //   schedule          for each line of standard input, WAIT WARMUP ACTIVE REPEAT SKIP_FIRST SKIP_FIRST_WAIT STEPS, a line
 //                     with the number of the action of each step, or "error"
+//   cycles            for each line of standard input, with the number of the action of each step, the scopes of each cycle
 //   events            for each line of standard input, a list of events as profiler_test.py makes them, the averages and
 //                     their tables with a card's columns, as JSON
 //   model             a small training, as profiler_test.py does it: its averages and their tables, as JSON
@@ -52,6 +53,34 @@ void answer_schedules() {
       std::cout << "error";
     }
     std::cout << "\n";
+  }
+}
+
+/// The scopes of each cycle, of which each step has one.
+void answer_cycles() {
+  for (std::string actions; std::getline(std::cin, actions);) {
+    json cycles = json::array();
+    {
+      Profiler profile({.activities = std::set{lockstep::profiler::ProfilerActivity::kCpu},
+                        .schedule =
+                            [&](int64_t step) {
+                              const int action = actions.at(static_cast<size_t>(step)) - '0';
+                              return static_cast<lockstep::profiler::ProfilerAction>(action);
+                            },
+                        .on_trace_ready =
+                            [&](Profiler& ready) {
+                              json scopes = json::array();
+                              for (const FunctionEvent& event : ready.events()) {
+                                if (event.name.starts_with("work ")) scopes.push_back(event.name);
+                              }
+                              cycles.push_back(scopes);
+                            }});
+      for (size_t step = 0; step < actions.size(); ++step) {
+        if (step > 0) profile.step();
+        const RecordFunction scope("work " + std::to_string(step));
+      }
+    }
+    std::cout << cycles << "\n";
   }
 }
 
@@ -222,6 +251,8 @@ LOCKSTEP_DRIVER(profiler_driver) {
   const std::string what = argc > 1 ? argv[1] : "";
   if (what == "schedule") {
     answer_schedules();
+  } else if (what == "cycles") {
+    answer_cycles();
   } else if (what == "events") {
     answer_events();
   } else if (what == "model") {

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent, FunctionEventAvg
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 RANKS = 2
 SCHEDULES = 10_000
 STEPS = 60
+CYCLES = 100  # schedules of one's own
 LISTS = 300  # of events
 # What rows of averages add up.
 SUMS = ("count", "flops", "cpu_time_total", "self_cpu_time_total", "device_time_total", "self_device_time_total",
@@ -41,6 +42,40 @@ def test_schedules_are_torchs(ask_driver):
         warnings.simplefilter("ignore")  # of a schedule without a warm-up
         for arguments, answer in zip(wanted, answers, strict=True):
             assert answer == torchs_actions(*arguments), arguments
+
+
+def torchs_cycles(actions):
+    """The scopes of each cycle, of which each step has one."""
+    cycles = []
+
+    def ready(recorded):
+        cycles.append([event.name for event in recorded.events() if event.name.startswith("work ")])
+
+    with profile(activities=[ProfilerActivity.CPU], schedule=lambda step: ProfilerAction(int(actions[step])),
+                 on_trace_ready=ready) as recorded:  # fmt: skip
+        for step in range(len(actions)):
+            if step > 0:
+                recorded.step()
+            with record_function(f"work {step}"):
+                pass
+    return cycles
+
+
+def test_schedules_of_ones_own_make_torchs_cycles(ask_driver):
+    """Those that leave a cycle before its last step, too; but after a record no warm-up, of which torch ends by SIGSEGV."""
+    rng = random.Random(20261130)
+    wanted = []
+    for _ in range(CYCLES):
+        actions = [rng.choice("0123")]
+        for _ in range(rng.randint(0, 11)):
+            actions.append(rng.choice("023" if actions[-1] == "2" else "0123"))
+        wanted.append("".join(actions))
+    assert all(any(pair in actions for actions in wanted) for pair in ("10", "20", "32", "33"))
+    answers = ask_driver("profiler_driver", wanted, "cycles")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is left early
+        for actions, answer in zip(wanted, answers, strict=True):
+            assert json.loads(answer) == torchs_cycles(actions), actions
 
 
 def numbers(*sizes):
