@@ -16,6 +16,8 @@ OK, MISUSE = 0, 2
 RANKS = 2
 MEMORY_USES = ("inputs", "activations", "gradients", "optimizer_state", "temporary", "other")
 HIDDEN_LAYERS_OUTPUT = 64 * 512 * 4  # bytes, of the example's batch
+GPT = ["char_gpt", "--data", "text", "--block-size", 32, "--layers", 2, "--heads", 2, "--width", 32, "--batch-size", 16,
+       "--micro-batches", 4, "--steps", 7, "--warm-up", 1, "--sample", 1]
 
 
 def traces_of(folder):
@@ -208,6 +210,25 @@ def test_lockstep_profile_records_a_program_that_knows_nothing_of_it(programs, t
     for (trace,) in by_rank.values():
         assert [event["name"] for event in events_named(trace, "ProfilerStep#")] == [f"ProfilerStep#{n}" for n in (3, 4, 5)]
         assert operations(trace, "gloo:all_reduce") and trace["record_shapes"] == 1
+
+
+@pytest.mark.parametrize("ranks, command, scope", [
+    (2, [*GPT, "--strategy=fsdp"], "FullyShardedDataParallel.forward"), (2, [*GPT, "--strategy=pipeline"], "PP:"),
+    (1, ["pipeline", "--plain", "--data", "small", "--epochs", 1, "--batch-size", 64], "DataLoader worker: wait for room")],
+    ids=["FSDP", "pipeline", "loader"])
+def test_lockstep_profile_records_each_kind_of_training(programs, small_data, tmp_path, ranks, command, scope):
+    """A loader alone, too: of its batches four are taken while it is recorded, so that its worker waits once from begin to end."""
+    (tmp_path / "text").write_text("What trains is recorded.\n" * 300)
+    folder = tmp_path / "traces"
+    done = programs.lockstep_run(ranks, *command, LOCKSTEP_PROFILE=f"wait:1,warmup:1,active:4,dir={folder}")
+    assert done.status == OK and done.stderr.count("the trace is written") == ranks, done.text
+    traces = [json.loads(path.read_text()) for path in folder.iterdir()]
+    assert len(traces) == ranks and all(events_named(trace, scope) for trace in traces)
+    assert all(bool(operations(trace, "lockstep:")) == (ranks > 1) for trace in traces)
+    report = json.loads(programs.run("lockstep", "inspect", "trace", "--json", folder).stdout)
+    assert [rank["steps"] for rank in report["ranks"]] == [4] * ranks
+    for rank in report["ranks"]:
+        assert all(rank["phases"][phase] > 0 for phase in ("data", "forward", "backward", "optimizer")), rank
 
 
 @pytest.mark.parametrize("given", [{}, {"LOCKSTEP_PROFILE": "on_signal,active:2,dir=log/profiler"}], ids=["", "by words"])
