@@ -127,6 +127,20 @@ def test_signals_end_all_hosts(programs, cluster, number):
     programs.wait_until_gone()
 
 
+def test_a_job_is_recorded_on_demand_on_all_hosts(programs, cluster):
+    cluster.run("host-a,host-b", programs.find("all_reduce")).skip_without_ucx()
+    job = cluster.start("host-a,host-b", "-x", "LOCKSTEP_LOG=info", programs.find("accumulation"), "--updates", 10**9)
+    job.wait_for("(?s)(joined 2 ranks.*){2}", "stderr")
+    job.kill(signal.SIGUSR2)
+    job.wait_for("(?s)(the trace is written.*){2}", "stderr")
+    job.kill(signal.SIGTERM)
+    assert job.finish().status == 143
+    traces = [json.loads(path.read_text()) for path in (programs.folder / "log" / "profiler").iterdir()]
+    found = {trace["distributedInfo"]["rank"]: trace["lockstep"]["host"] for trace in traces}
+    assert len(traces) == 2 and found == {0: "host-a", 1: "host-b"}
+    programs.wait_until_gone()
+
+
 def test_agents_that_all_ask_for_another_start_ask_for_it_together_also_after_a_signal(programs, cluster):
     job = cluster.start("host-a,host-b", "sh", "-c", f"trap 'exit 75' TERM; {TELL}; sleep 1000 & wait $!")
     job.wait_for("rank 0 of 2"), job.wait_for("rank 1 of 2")
