@@ -16,6 +16,7 @@
 #include <lockstep/checkpoint/model_state_dict.h>
 #include <lockstep/data/samplers/distributed_sampler.h>
 #include <lockstep/optim/lr_scheduler/decay.h>
+#include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
 #include <lockstep/parallel/mesh/device_mesh.h>
 #include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
@@ -414,6 +415,23 @@ TEST(TrainerPipeline, RefusesWhatItCantTrain) {
       EXPECT_THAT(message_of<c10::DistBackendError>([&] { changes_inputs.train(); }),
                   HasSubstr("other tensors than the batch's inputs"));
     }
+  });
+}
+
+TEST(TrainerPipeline, AStageIsNotFullySharded) {
+  using Sharded = FullyShardedDataParallel<nn::LinearImpl>;
+  struct Holds : nn::Module {
+    explicit Holds(const std::shared_ptr<Sharded>& wrapped) : layer(register_module("layer", wrapped)) {}
+    torch::Tensor forward(const torch::Tensor& x) { return layer->forward(x); }
+    std::shared_ptr<Sharded> layer;
+  };
+  run_ranks(1, [](int) {
+    auto world = init_process_group();
+    const auto wrapped = std::make_shared<Sharded>(nn::Linear(2, 2));
+    const auto text = HasSubstr("is wrapped for data parallelism");
+    EXPECT_THAT(message_of<c10::ValueError>([&] { PipelineStage(wrapped, 0, 1); }), text);
+    const auto holds = std::make_shared<Holds>(wrapped);
+    EXPECT_THAT(message_of<c10::ValueError>([&] { PipelineStage(holds, 0, 1); }), text);
   });
 }
 

@@ -132,12 +132,14 @@ class PipelineStage {
     constexpr bool kIsWrapper = requires(T & module) {
       module.no_sync();
     };
-    content.is_data_parallel =
-        kIsWrapper || pipeline::internal::averages_gradients(*Traits::as_module(handle));
-    content.parameters = Traits::named_parameters(handle);
-    content.buffers = Traits::named_buffers(handle);
-    content.train = [handle](bool on) { Traits::train(handle, on); };
-    if constexpr (!kIsWrapper) {  // whose forward() takes anything until it is compiled
+    if constexpr (kIsWrapper) {
+      // Its members are of other types, and its forward() takes anything until it is compiled.
+      content.is_data_parallel = true;
+    } else {
+      content.is_data_parallel = pipeline::internal::averages_gradients(*Traits::as_module(handle));
+      content.parameters = Traits::named_parameters(handle);
+      content.buffers = Traits::named_buffers(handle);
+      content.train = [handle](bool on) { Traits::train(handle, on); };
       content.forward = from_call(pipeline::internal::ModuleCall<T>{std::move(handle)}).forward;
     }
     return content;
