@@ -16,12 +16,14 @@
 #include <shared_mutex>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/batch_norm_native.h>
 #include <ATen/ops/ones.h>
 #include <torch/library.h>
 
+#include <lockstep/nn/module_inspection.h>
 #include <lockstep/nn/sync_batch_norm.h>
 
 namespace lockstep {
@@ -151,6 +153,14 @@ void convert(const std::shared_ptr<torch::nn::Module>& module, const ProcessGrou
       convert_one<torch::nn::BatchNorm3dImpl>(module, process_group);
 }
 
+/// How `module` was converted, if it is an `Implementation`.
+template <class Implementation>
+std::optional<Conversion> find_conversion(const torch::nn::Module& module) {
+  const auto* norm = dynamic_cast<const Implementation*>(&module);
+  if (norm == nullptr) return std::nullopt;
+  return Registry::instance().find(norm->running_mean, norm->weight);
+}
+
 bool is_batch_norm(const torch::nn::Module& module) {
   return dynamic_cast<const SyncBatchNormImpl*>(&module) ||
          dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) ||
@@ -165,6 +175,21 @@ void convert_sync_batchnorm_(torch::nn::Module& module, const ProcessGroup& proc
   intercept_batch_norm();
   if (is_batch_norm(module)) convert(module.shared_from_this(), process_group);
   for (const auto& child : module.modules(/*include_self=*/false)) convert(child, process_group);
+}
+
+std::vector<ProcessGroup> sync_batch_norm_groups(const torch::nn::Module& module) {
+  std::vector<ProcessGroup> groups;
+  for (const auto& one : module.modules()) {
+    if (const auto* norm = dynamic_cast<const SyncBatchNormImpl*>(one.get())) {
+      groups.push_back(norm->process_group);
+    }
+    for (const auto& conversion : {find_conversion<torch::nn::BatchNorm1dImpl>(*one),
+                                   find_conversion<torch::nn::BatchNorm2dImpl>(*one),
+                                   find_conversion<torch::nn::BatchNorm3dImpl>(*one)}) {
+      if (conversion) groups.push_back(conversion->process_group);
+    }
+  }
+  return groups;
 }
 
 }  // namespace lockstep

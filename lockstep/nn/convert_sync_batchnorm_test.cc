@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 
 #include <lockstep/collectives/functional.h>
+#include <lockstep/nn/module_inspection.h>
 #include <lockstep/nn/sync_batch_norm.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
@@ -160,10 +161,13 @@ TEST(ConvertSyncBatchnorm, OneAndThreeDimensionsSubmodulesAndGroups) {
         difference(inner->forward(whole.narrow(0, rank % 2 * 4, 4)), expected.narrow(0, rank % 2 * 4, 4)),
         1e-10);
     EXPECT_EQ(net->ptr(2)->as<SyncBatchNormImpl>()->process_group, pair);
+    EXPECT_EQ(sync_batch_norm_groups(*net), (std::vector<ProcessGroup>{pair, pair}));
+    EXPECT_THAT(sync_batch_norm_groups(*nn::BatchNorm1d(3)), IsEmpty());
     nn::BatchNorm3d volume(nn::BatchNorm3dOptions(3).affine(false));
     volume->to(at::kDouble);
     convert_sync_batchnorm_(*volume);
     EXPECT_TRUE(synchronises([&](const auto& x) { return volume(x.unsqueeze(2)).squeeze(2); }, rank, 3));
+    EXPECT_EQ(sync_batch_norm_groups(*volume), std::vector<ProcessGroup>(1));
     convert_sync_batchnorm(volume, pair);  // the last conversion counts
     EXPECT_FALSE(synchronises([&](const auto& x) { return volume(x.unsqueeze(2)).squeeze(2); }, rank, 3));
     const auto others = new_group({0, 1, 2});

@@ -3,6 +3,8 @@
 #include <string>
 #include <vector>
 
+#include <lockstep/collectives/process_group.h>
+
 namespace torch::nn {
 class Module;
 }
@@ -15,5 +17,8 @@ std::vector<std::string> sparse_parameters(const torch::nn::Module& module);
 
 /// Whether a SyncBatchNorm is among its modules. (A converted BatchNorm does not show.)
 bool has_sync_batch_norm(const torch::nn::Module& module);
+/// The group of each SyncBatchNorm among its modules, and of each converted BatchNorm, as it was given: empty for the default
+/// group.
+std::vector<ProcessGroup> sync_batch_norm_groups(const torch::nn::Module& module);
 
 }  // namespace lockstep

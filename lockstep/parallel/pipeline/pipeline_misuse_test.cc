@@ -1,11 +1,13 @@
 #include <gmock/gmock.h>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/nn/sync_batch_norm.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/parallel/mesh/device_mesh.h>
 #include <lockstep/parallel/pipeline/pipeline_runner.h>
@@ -72,6 +74,43 @@ TEST(PipelinesMisuse, ADataParallelGroupHasTheSameStages) {
     EXPECT_THAT(message_of<c10::ValueError>([&] { runner("pp", "pp"); }),
                 HasSubstr("data_parallel_group has rank"));
     runner("pp", "dp");
+  });
+}
+
+TEST(PipelinesMisuse, ASyncBatchNormOverRanksWithoutItsStageIsRefusedOnAll) {
+  run_ranks(4, [](int rank) {
+    auto world = init_process_group();
+    auto mesh = init_device_mesh("cpu", {2, 2}, {"dp", "pp"});
+    const auto pipeline = mesh.get_group("pp"), replicas = mesh.get_group("dp");
+    const int place = mesh.get_local_rank("pp");
+    const auto make = [&](const nn::Sequential& layers, const std::optional<ProcessGroup>& data_parallel) {
+      PipelineRunner(PipelineStage(layers, place, 2, {.group = pipeline}),
+                     {.data_parallel_group = data_parallel});
+    };
+    const auto built = [](const ProcessGroup& group) {
+      return nn::Sequential(nn::Linear(6, 6), SyncBatchNorm(nn::BatchNormOptions(6), group));
+    };
+    const auto converted = [&](const ProcessGroup& group) {
+      nn::Sequential layers(nn::Linear(6, 6), nn::BatchNorm1d(6));
+      if (place == 1) convert_sync_batchnorm_(*layers, group);
+      return layers;
+    };
+    const auto refused = [&](const nn::Sequential& layers, const std::optional<ProcessGroup>& data_parallel) {
+      return message_of<c10::ValueError>([&] { make(layers, data_parallel); });
+    };
+    const auto remedy = HasSubstr("give the layer the data_parallel_group");
+    const std::string first = "a SyncBatchNorm of its stage 0 normalises over the ranks ";
+    EXPECT_THAT(refused(built({}), replicas),
+                AllOf(HasSubstr(first + "[0, 1, 2, 3], of which [1, 3]"), remedy));
+    EXPECT_THAT(refused(built(pipeline), replicas),
+                HasSubstr(first + (rank < 2 ? "[0, 1], of which [1]" : "[2, 3], of which [3]")));
+    EXPECT_THAT(refused(built(replicas), {}),
+                HasSubstr(first + (rank < 2 ? "[0, 2], of which [2]" : "[0, 2], of which [0]")));
+    EXPECT_THAT(refused(converted({}), replicas),
+                AllOf(HasSubstr("a SyncBatchNorm of its stage 1"), HasSubstr("of which [0, 2]"), remedy));
+    // Nothing is broken by that.
+    make(built(replicas), replicas);
+    make(converted(replicas), replicas);
   });
 }
 

@@ -57,8 +57,8 @@ struct PipelineOptions {
   /// Whether gradients are divided by n_microbatches, as is right for losses that are means. Sums want false.
   bool scale_grads = true;
   /// Multiplies what backward begins with: `[&](const at::Tensor& t) { return scaler.scale(t); }` of a GradScaler, whose
-  /// process_group is then the pipeline's (with data_parallel_group: one that has all ranks), so that all stages skip the same
-  /// steps. On all ranks or on none. Losses are told without it.
+  /// process_group is then the pipeline's, or has all ranks, so that all stages skip the same steps; that can't be checked here.
+  /// (Ranks of a data_parallel_group have the same gradients.) On all ranks or on none. Losses are told without it.
   std::function<at::Tensor(const at::Tensor&)> scale_loss = {};
   /// Mixed precision of each stage's forward, on its device, and of the loss function; none: as the stages have it inside.
   std::optional<AutocastOptions> autocast = {};
@@ -125,7 +125,7 @@ class PipelineRunner {
   /// Collective over the group. Throws c10::ValueError, on all ranks alike where they were given different things: stages
   /// that are not this rank's (rank_of_stage()), none, of different groups or numbers; a number of stages that is no multiple of
   /// the ranks; what pipeline_table() refuses; stages that no other one sends anything; tied weights of different shapes; a
-  /// data_parallel_group of ranks that have other stages.
+  /// data_parallel_group of ranks that have other stages; a SyncBatchNorm over ranks that don't have its stage.
   PipelineRunner(std::vector<PipelineStage> stages, PipelineOptions options);
   PipelineRunner(const PipelineStage& stage, PipelineOptions options)
       : PipelineRunner(std::vector<PipelineStage>{stage}, std::move(options)) {}

@@ -14,6 +14,7 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/nn/module_inspection.h>
 #include <lockstep/nn/named_tensor.h>
 #include <lockstep/nn/wrapped_module.h>
 #include <lockstep/parallel/pipeline/call_with_tensors.h>
@@ -82,6 +83,8 @@ class PipelineStage {
   /// The module's by their names in it, a shared one as often as it has names; none of a callable.
   const std::vector<NamedTensor>& named_parameters() const { return content_.parameters; }
   const std::vector<NamedTensor>& named_buffers() const { return content_.buffers; }
+  /// Of each SyncBatchNorm in the module, see module_inspection.h; what a callable holds does not show.
+  const std::vector<ProcessGroup>& sync_batch_norm_groups() const { return content_.sync_batch_norm_groups; }
 
   /// Sets the module's mode; a callable has none.
   void train(bool on = true) const {
@@ -95,6 +98,7 @@ class PipelineStage {
     std::function<Tensors(const Tensors&)> forward;
     std::vector<NamedTensor> parameters = {};
     std::vector<NamedTensor> buffers = {};
+    std::vector<ProcessGroup> sync_batch_norm_groups = {};
     std::function<void(bool)> train = {};
     bool is_module = false;
     bool is_empty = false;
@@ -136,7 +140,9 @@ class PipelineStage {
       // Its members are of other types, and its forward() takes anything until it is compiled.
       content.is_data_parallel = true;
     } else {
-      content.is_data_parallel = pipeline::internal::averages_gradients(*Traits::as_module(handle));
+      const auto whole = Traits::as_module(handle);
+      content.is_data_parallel = pipeline::internal::averages_gradients(*whole);
+      content.sync_batch_norm_groups = lockstep::sync_batch_norm_groups(*whole);
       content.parameters = Traits::named_parameters(handle);
       content.buffers = Traits::named_buffers(handle);
       content.train = [handle](bool on) { Traits::train(handle, on); };

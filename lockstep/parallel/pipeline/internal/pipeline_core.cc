@@ -11,6 +11,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/exception_text.h>
@@ -166,11 +167,33 @@ std::string PipelineCore::own_fault() const {
   }
   try {
     pipeline_table(options.schedule, {ranks, num_stages / ranks, options.n_microbatches});
+    if (options.data_parallel_group && !is_member(*options.data_parallel_group)) {
+      return "it is not a member of its data_parallel_group";
+    }
+    for (const PipelineStage& one : stages) {
+      if (std::string fault = fault_of_sync_batch_norms(one); !fault.empty()) return fault;
+    }
   } catch (const c10::ValueError& error) {
     return error.what_without_backtrace();
   }
-  if (options.data_parallel_group && !is_member(*options.data_parallel_group)) {
-    return "it is not a member of its data_parallel_group";
+  return "";
+}
+
+/// Ranks without the stage never call its layers, and the others would wait for them.
+std::string PipelineCore::fault_of_sync_batch_norms(const PipelineStage& stage) const {
+  std::vector<int> have_it{get_rank()};
+  if (options.data_parallel_group) have_it = get_process_group_ranks(*options.data_parallel_group);
+  for (const ProcessGroup& of_norm : stage.sync_batch_norm_groups()) {
+    const std::vector<int> all = get_process_group_ranks(of_norm);
+    std::vector<int> without;
+    std::ranges::copy_if(all, std::back_inserter(without),
+                         [&](int one) { return std::ranges::find(have_it, one) == have_it.end(); });
+    if (without.empty()) continue;
+    return c10::str(
+        "a SyncBatchNorm of its stage ", stage.stage_index(), " normalises over the ranks ",
+        c10::ArrayRef<int>(all), ", of which ", c10::ArrayRef<int>(without),
+        " don't have the stage and would never call it; give the layer the data_parallel_group "
+        "(convert_sync_batchnorm(module, group)), or take BatchNorm, which sees a micro-batch of its rank");
   }
   return "";
 }

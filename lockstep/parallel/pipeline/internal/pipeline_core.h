@@ -64,6 +64,7 @@ struct PipelineCore {
 
  private:
   std::string own_fault() const;
+  std::string fault_of_sync_batch_norms(const PipelineStage& stage) const;
   std::optional<c10::Device> agree_with_replicas();
   std::optional<c10::Device> agree();
   void check_replicas(const std::string& refused) const;
