@@ -1,3 +1,4 @@
+#include <functional>
 #include <gmock/gmock.h>
 #include <memory>
 #include <optional>
@@ -213,6 +214,31 @@ TEST(PipelinesMisuse, ARankWithoutStagesIsToldInWhateverGroupTheOthersWait) {
       EXPECT_THAT(message_of<c10::ValueError>(make), HasSubstr("this one gave none"));
     }
     shrink_group();  // until here no rank ends, so that none is told by that
+  });
+}
+
+TEST(PipelinesMisuse, SparseAndQuantizedTensorsBetweenStagesAreRefused) {
+  run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    const auto sparse = [](const at::Tensor& x) { return x.to_sparse(); };
+    const auto quantized = [](const at::Tensor& x) {
+      return at::quantize_per_tensor(x, /*scale=*/0.1, /*zero_point=*/0, at::kQUInt8);
+    };
+    for (const std::function<at::Tensor(const at::Tensor&)>& of_first : {+sparse, +quantized}) {
+      const auto identity = [](const at::Tensor& x) { return x; };
+      const auto group = new_group();
+      const auto stage = rank == 0 ? PipelineStage(of_first, 0, 2, {.group = group})
+                                   : PipelineStage(identity, 1, 2, {.group = group});
+      PipelineRunner pipeline(stage, {.n_microbatches = 2});
+      const auto run = [&] { pipeline.eval({at::ones({4, 6})}); };
+      const auto text =
+          HasSubstr("stages of a pipeline pass each other dense tensors, not sparse or quantized");
+      if (rank == 0) {
+        EXPECT_THAT(message_of<c10::ValueError>(run), text);
+      } else {
+        EXPECT_THAT(message_of<c10::DistBackendError>(run), AllOf(HasSubstr("rank 0"), text));
+      }
+    }
   });
 }
 
