@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <tuple>
 #include <unistd.h>
 #include <utility>
 #include <vector>
@@ -311,6 +312,51 @@ TEST(TrainerPipeline, StagesSkipTheSameStepsOfAGradScaler) {
     expect_close(train_in_half(kTwoStages, scale), alone, 1e-5);
     EXPECT_EQ(scale, scale_alone);
   });
+}
+
+/// Layers of torch's that draw random numbers. `group`: of all ranks that train.
+StateDict train_with_dropout(const std::vector<int64_t>& balance, const ProcessGroup& group, int64_t epochs,
+                             const std::optional<std::filesystem::path>& path = {}) {
+  torch::manual_seed(5);
+  nn::Sequential model(nn::Functional([](const at::Tensor& x) { return x.slice(1, 1); }), nn::Linear(3, 8),
+                       nn::Dropout(0.3), nn::Linear(8, 8), nn::Dropout(0.3), nn::Tanh(), nn::Linear(8, 1));
+  model->to(at::kDouble);
+  TrainerOptions options{.strategy = Strategy::pipeline,
+                         .pipeline = {.n_microbatches = 4, .balance = balance, .seed = 17},
+                         .max_epochs = epochs,
+                         .accumulate_grad_batches = 2,
+                         .progress_bar = false,
+                         .process_group = group};
+  if (path) options.checkpoint = CheckpointManagerOptions{.directory = *path, .every_epochs = 1};
+  DistributedSampler sampler(kSamples, {.num_replicas = 1, .rank = 0});
+  Loader loader(Points{kSamples}, {.batch_size = 8, .sampler = &sampler});
+  torch::manual_seed(get_rank());  // of no effect
+  Trainer trainer(model.ptr(), torch::optim::AdamWOptions(0.01), loader, testing::loss_of, options);
+  // Three stages go on from what two have saved after the first epoch.
+  EXPECT_EQ(trainer.restore().has_value(), path.has_value() && epochs == 2);
+  trainer.train();
+  return weights_of(trainer);
+}
+
+TEST(TrainerPipeline, DropoutDependsOnNoSplitAndGoesOnFromACheckpoint) {
+  const SharedFolder folder;
+  for (const auto& [ranks, balance, epochs] :
+       {std::tuple(2, std::vector<int64_t>{4, 3}, 1), std::tuple(3, std::vector<int64_t>{2, 3, 2}, 2)}) {
+    run_ranks(ranks,
+              [&, &balance = balance, &epochs = epochs](int) {
+                auto world = init_process_group();
+                const auto [alone, all_alone] = new_subgroups(1);
+                const StateDict whole = train_with_dropout({7}, alone, epochs);
+                const auto expect_same = [&whole](const StateDict& actual) {
+                  EXPECT_FALSE(actual.empty());
+                  for (const auto& [name, value] : actual)
+                    EXPECT_TRUE(at::equal(value.toTensor(), whole.at(name).toTensor())) << name;
+                };
+                expect_same(train_with_dropout(balance, {}, epochs));
+                expect_same(train_with_dropout(balance, {}, epochs, folder.path() / "run"));
+              },
+              {.environment = folder.environment()});
+  }
 }
 
 TEST(TrainerPipeline, ValidatesOnOutputsThatDontFitTogether) {

@@ -9,6 +9,8 @@
 ///       lockstep::seed_pipeline_layer(7);  // its number in the whole model
 ///       return torch::dropout(layer(x), 0.1, is_training());
 ///     }
+///
+/// Stages of pipeline_stages() do that for each of their layers.
 namespace lockstep {
 
 /// Seeds the default generators, of the CPU and of devices, for one layer of the micro-batch that this thread computes; outside

@@ -66,8 +66,9 @@ struct PipelineOptions {
   /// as its last backward is done. They begin with the parameters and buffers of its first rank.
   std::optional<ProcessGroup> data_parallel_group = {};
   /// Seeds the default generators before each forward, by step, micro-batch and stage, so that random numbers don't depend on the
-  /// schedule; layers that call seed_pipeline_layer() don't depend on the stages either. With a data_parallel_group, give its
-  /// ranks different seeds.
+  /// schedule; and before each layer of stages of pipeline_stages() by the layer's number, so that they don't depend on the stages
+  /// either. Layers of other stages call seed_pipeline_layer() for that. With a data_parallel_group, give its ranks different
+  /// seeds.
   std::optional<uint64_t> seed = {};
 };
 

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <memory>
 #include <numeric>
 #include <set>
 #include <string>
@@ -9,6 +10,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/collectives/functional.h>
+#include <lockstep/parallel/pipeline/pipeline_random.h>
 #include <lockstep/parallel/pipeline/pipeline_stage.h>
 
 namespace lockstep {
@@ -29,6 +31,28 @@ std::vector<at::Tensor> without_names(const std::vector<NamedTensor>& named) {
   for (const auto& [name, tensor] : named) tensors.push_back(tensor);
   return tensors;
 }
+
+/// Some layers of a Sequential, each of which draws random numbers by its number in the whole.
+class LayersOfWhole : public torch::nn::SequentialImpl {
+ public:
+  explicit LayersOfWhole(int64_t first) : first_(first) {}
+
+  template <class ReturnType = at::Tensor, class... Inputs>
+  ReturnType forward(Inputs&&... inputs) {
+    int64_t number = first_;
+    auto layer = begin();
+    seed_pipeline_layer(number);
+    torch::nn::AnyValue value = layer->any_forward(std::forward<Inputs>(inputs)...);
+    for (++layer; layer != end(); ++layer) {
+      seed_pipeline_layer(++number);
+      value = layer->any_forward(std::move(value));
+    }
+    return value.get<ReturnType>();
+  }
+
+ private:
+  int64_t first_;
+};
 
 }  // namespace
 
@@ -113,11 +137,11 @@ std::vector<PipelineStage> pipeline_stages(const torch::nn::Sequential& module,
   TORCH_CHECK_VALUE(count % ranks == 0, "the balance makes ", count, " stages, and the group has ", ranks,
                     " ranks; all ranks have the same number of stages");
 
-  std::vector<torch::nn::Sequential> parts;
+  std::vector<std::shared_ptr<LayersOfWhole>> parts;
   auto layer = module->begin();
   size_t number = 0;
   for (const int64_t length : balance) {
-    torch::nn::Sequential& part = parts.emplace_back();
+    const auto& part = parts.emplace_back(std::make_shared<LayersOfWhole>(static_cast<int64_t>(number)));
     for (int64_t i = 0; i < length; ++i, ++layer) part->push_back(std::string(names[number++]), *layer);
   }
   std::unordered_map<const at::TensorImpl*, std::set<size_t>> stages_of, ranks_of;

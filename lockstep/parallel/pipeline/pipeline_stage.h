@@ -174,8 +174,8 @@ ProcessGroup group_of(const std::vector<PipelineStage>& stages);
 }  // namespace pipeline::internal
 
 /// This rank's stages of a Sequential that all ranks of the group have, `balance[i]` of its layers in stage i:
-/// Sequentials whose layers have the names that they have in the whole. A weight that is in stages of several ranks is
-/// tied. Throws c10::ValueError for a balance that does not add up to the layers, with numbers below 1, or with a number
+/// Sequentials whose layers have the names that they have in the whole, and draw random numbers by their numbers in it
+/// (PipelineOptions::seed). A weight that is in stages of several ranks is tied. Throws c10::ValueError for a balance that does not add up to the layers, with numbers below 1, or with a number
 /// of stages that is no multiple of the ranks, and for a class derived from Sequential that has parameters, buffers or
 /// modules beside its layers.
 std::vector<PipelineStage> pipeline_stages(const torch::nn::Sequential& module,
