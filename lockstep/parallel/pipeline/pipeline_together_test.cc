@@ -1,4 +1,4 @@
-#include <functional>
+#include <cstdint>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -12,10 +12,10 @@
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/parallel/data_parallel/data_parallel.h>
 #include <lockstep/parallel/ddp/join.h>
-#include <lockstep/parallel/mesh/device_mesh.h>
 #include <lockstep/parallel/pipeline/pipe.h>
 #include <lockstep/parallel/pipeline/pipeline_runner.h>
 #include <lockstep/parallel/pipeline/testing/models.h>
+#include <lockstep/parallel/pipeline/testing/replicas.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/tensors.h>
 
@@ -24,38 +24,10 @@ namespace lockstep::pipeline_together_test {
 namespace {
 
 using namespace pipeline_test;
-using testing::difference;
 using testing::run_ranks;
 
 // A Join takes Joinables, so that pipelines of uneven numbers of batches don't compile there.
 static_assert(!std::is_base_of_v<Joinable, PipelineRunner>);
-
-/// Of a rank, in two pipelines of two ranks.
-struct Place {
-  DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"dp", "pp"});
-  int replica = mesh.get_local_rank("dp"), number = mesh.get_local_rank("pp");
-  ProcessGroup replicas = mesh.get_group("dp"), pipeline = mesh.get_group("pp");
-
-  /// The replica's half of a batch.
-  Batch part_of(const Batch& batch) const {
-    const int64_t rows = batch.data.size(0) / 2;
-    return {batch.data.narrow(0, replica * rows, rows), batch.target.narrow(0, replica * rows, rows)};
-  }
-};
-
-/// The parameters of these stages of a model.
-Tensors parameters_of(const std::vector<nn::Sequential>& model, size_t first, size_t every) {
-  Tensors parameters;
-  for (size_t i = first; i < model.size(); i += every) {
-    for (const auto& parameter : model[i]->parameters()) parameters.push_back(parameter);
-  }
-  return parameters;
-}
-
-void expect_close(const Tensors& actual, const Tensors& wanted, double tolerance) {
-  ASSERT_EQ(actual.size(), wanted.size());
-  for (size_t i = 0; i < actual.size(); ++i) EXPECT_LT(difference(actual[i], wanted[i]), tolerance) << i;
-}
 
 /// A stage with a batch normalisation in it.
 template <class Norm>
@@ -97,10 +69,10 @@ TEST(Pipelines, WithDataParallelismSyncBatchNormNormalisesTheWholeMicroBatch) {
         pipeline.step({own.data}, own.target);
         run_as_one_process(expected, {put_together(batch.data), put_together(batch.target)}, 4);
       }
-      for (size_t i = static_cast<size_t>(place.number); i < model.size(); i += 2) {
-        const auto actual = model[i]->parameters(), wanted = expected[i]->parameters();
-        for (size_t p = 0; p < actual.size(); ++p)
-          EXPECT_LT(difference(actual[p].grad(), wanted[p].grad()), 1e-12) << i << ' ' << p;
+      const auto number = static_cast<size_t>(place.number);
+      expect_close(gradients_in(parameters_of(model, number, 2)),
+                   gradients_in(parameters_of(expected, number, 2)), 1e-12);
+      for (size_t i = number; i < model.size(); i += 2) {
         expect_close(model[i]->buffers(), expected[i]->buffers(), 1e-13);
       }
     }
@@ -140,7 +112,7 @@ TEST(Pipelines, WithDataParallelismAGradScalerSkipsTheSameStepsEverywhere) {
         EXPECT_EQ(testing::equal(own->parameters(), before), is_skipped);
         EXPECT_EQ(scaler.get_scale(), 512.0);
       }
-      torch::optim::SGD reference(parameters_of(expected, 0, 1), 0.1);
+      torch::optim::SGD reference(parameters_of(expected), 0.1);
       run_as_one_process(expected, batch, 1);
       reference.step();
       expect_close(own->parameters(), expected[static_cast<size_t>(place.number)]->parameters(), 1e-6);
@@ -166,7 +138,7 @@ TEST(Pipelines, WithDataParallelismReplicasShareOutTheOptimizersState) {
       const torch::optim::AdamOptions adam(0.01);
       ZeroRedundancyOptimizer optimizer(own, optimizer_class<torch::optim::Adam>(adam),
                                         {.process_group = place.replicas});
-      torch::optim::Adam reference(parameters_of(expected, 0, 1), adam);
+      torch::optim::Adam reference(parameters_of(expected), adam);
       for (uint64_t step = 0; step < 3; ++step) {
         const Batch batch = random_batch(130 + 2 * step, 16, at::kDouble), part = place.part_of(batch);
         optimizer.zero_grad();
@@ -197,7 +169,7 @@ TEST(Pipelines, WithModelAveragingReplicasTrainByThemselvesMeanwhile) {
     const Tensors own = parameters_of(model, number, 2);
     torch::optim::SGD optimizer(own, 0.1);
     PeriodicModelAverager averager(/*period=*/2, /*warmup_steps=*/1, place.replicas);
-    Tensors of_first = parameters_of(expected[0], 0, 1), of_second = parameters_of(expected[1], 0, 1);
+    Tensors of_first = parameters_of(expected[0]), of_second = parameters_of(expected[1]);
     torch::optim::SGD first(of_first, 0.1), second(of_second, 0.1);
     for (uint64_t step = 0; step < 4; ++step) {
       const Batch batch = random_batch(140 + 2 * step, 16, at::kDouble), part = place.part_of(batch);
@@ -258,11 +230,9 @@ TEST(Pipelines, StagesMayHaveReplicasOrPartitionsInTheirProcess) {
         pipeline.step({batch.data}, batch.target);
         run_as_one_process(expected, batch, 4);
       }
-      for (size_t i = static_cast<size_t>(rank); i < model.size(); i += 2) {
-        const auto actual = model[i]->parameters(), wanted = expected[i]->parameters();
-        for (size_t p = 0; p < actual.size(); ++p)
-          EXPECT_LT(difference(actual[p].grad(), wanted[p].grad()), 1e-13) << i << ' ' << p;
-      }
+      const auto first = static_cast<size_t>(rank);
+      expect_close(gradients_in(parameters_of(model, first, 2)),
+                   gradients_in(parameters_of(expected, first, 2)), 1e-13);
     }
   });
 }
