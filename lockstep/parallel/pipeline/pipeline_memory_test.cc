@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 
 #include <lockstep/collectives/functional.h>
+#include <lockstep/nn/activation_checkpoint.h>
 #include <lockstep/parallel/pipeline/pipeline_runner.h>
 #include <lockstep/parallel/pipeline/testing/models.h>
 #include <lockstep/testing/multi_rank.h>
@@ -44,6 +45,32 @@ class CountedLayer {
   int living_ = 0, peak_ = 0;
 };
 
+/// Counts how many of the inputs that a stage was given live.
+class LivingInputs {
+ public:
+  void add(const at::Tensor& input) {
+    inputs_.emplace_back(input.getIntrusivePtr());
+    const auto living = std::ranges::count_if(inputs_, [](const Weak& one) { return !one.expired(); });
+    peak_ = std::max<int64_t>(peak_, living);
+  }
+  int64_t peak() const { return peak_; }
+
+ private:
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  std::vector<Weak> inputs_;
+  int64_t peak_ = 0;
+};
+
+/// How many inputs a rank keeps at most that go with the end of their micro-batch's backward, or with the action `end` before.
+int64_t peak_of_inputs(const PipelineRunner& pipeline, ComputationType end) {
+  int64_t kept = 0, peak = 0;
+  for (const PipelineAction& action : pipeline.actions()) {
+    if (action.type == ComputationType::kForward) peak = std::max(peak, ++kept);
+    if (action.type == ComputationType::kFullBackward || action.type == end) --kept;
+  }
+  return peak;
+}
+
 TEST(Pipelines, KeepNoMoreActivationsThanTheSchedule) {
   run_ranks(3, [](int rank) {
     auto world = init_process_group();
@@ -51,7 +78,12 @@ TEST(Pipelines, KeepNoMoreActivationsThanTheSchedule) {
          {PipelineSchedule::kGPipe, PipelineSchedule::k1F1B, PipelineSchedule::kInterleavedZeroBubble}) {
       SCOPED_TRACE(to_string(schedule));
       CountedLayer layer(torch::ones({6}, at::requires_grad()));
-      PipelineRunner pipeline(PipelineStage([&](const at::Tensor& x) { return layer(x); }, rank, 3),
+      LivingInputs inputs;
+      const auto stage = [&](const at::Tensor& x) {
+        inputs.add(x);
+        return layer(x);
+      };
+      PipelineRunner pipeline(PipelineStage(stage, rank, 3),
                               {.schedule = schedule, .n_microbatches = 6, .loss_fn = mean_of_squares});
       const Batch batch = random_batch(1, 12);
       pipeline.step({batch.data}, batch.target, nullptr, /*return_outputs=*/false);
@@ -59,7 +91,45 @@ TEST(Pipelines, KeepNoMoreActivationsThanTheSchedule) {
       EXPECT_EQ(layer.peak(), allowed);
       EXPECT_EQ(layer.living(), 0);
       EXPECT_EQ(pipeline.memory().activations, allowed);
-      EXPECT_EQ(pipeline.memory().bytes_of_inputs, allowed * 2 * 6 * 4);
+      EXPECT_EQ(pipeline.memory().bytes_of_inputs, inputs.peak() * 2 * 6 * 4);
+      const bool is_split = schedule == PipelineSchedule::kInterleavedZeroBubble;
+      EXPECT_EQ(inputs.peak(), is_split
+                                   ? peak_of_inputs(pipeline, rank == 0 ? ComputationType::kBackwardInput
+                                                                        : ComputationType::kBackwardWeight)
+                                   : allowed);
+    }
+  });
+}
+
+TEST(Pipelines, KeepAnInputUntilTheHalfOfBackwardThatNeedsItLast) {
+  run_ranks(3, [](int rank) {
+    auto world = init_process_group();
+    const auto weight = torch::ones({6}, at::requires_grad());
+    const auto product = [&](const at::Tensor& x) { return x * weight; };
+    enum class Layer { kNeedsItsInput, kNeedsNoInput, kIsComputedAgain };
+    for (const Layer kind : {Layer::kNeedsItsInput, Layer::kNeedsNoInput, Layer::kIsComputedAgain}) {
+      SCOPED_TRACE(static_cast<int>(kind));
+      LivingInputs inputs;
+      const auto stage = [&](const at::Tensor& x) {
+        inputs.add(x);
+        if (kind == Layer::kIsComputedAgain) return activation_checkpoint({}, product, x);
+        if (kind == Layer::kNeedsItsInput) return product(x);
+        return rank == 0 ? x + weight : torch::tanh(x);
+      };
+      PipelineRunner pipeline(PipelineStage(stage, rank, 3),
+                              {.schedule = PipelineSchedule::kInterleavedZeroBubble,
+                               .n_microbatches = 6,
+                               .loss_fn = mean_of_squares});
+      const Batch batch = random_batch(2, 12);
+      pipeline.step({batch.data}, batch.target, nullptr, /*return_outputs=*/false);
+      const int64_t first = peak_of_inputs(pipeline, ComputationType::kBackwardInput),
+                    second = peak_of_inputs(pipeline, ComputationType::kBackwardWeight);
+      EXPECT_EQ(inputs.peak(), kind == Layer::kNeedsItsInput ? second : first);
+      EXPECT_EQ(pipeline.memory().bytes_of_inputs, inputs.peak() * 2 * 6 * 4);
+      EXPECT_EQ(pipeline.memory().activations, second);
+      if (rank > 0) {
+        EXPECT_LT(first, second);
+      }
     }
   });
 }

@@ -11,7 +11,10 @@
 #include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -134,10 +137,12 @@ void PipelineStep::run(const PipelineAction& action) {
   Kept& kept = place->second;
   switch (action.type) {
     case ComputationType::kBackwardInput:
-      if (!kept.is_whole) return backward_of_inputs(action, kept);
-      backward(action, kept);
-      kept.inputs.clear();
-      return;
+      if (kept.is_whole) {
+        backward(action, kept);
+      } else {
+        backward_of_inputs(action, kept);
+      }
+      return forget_inputs(kept);
     case ComputationType::kFullBackward:
       backward(action, kept);
       break;
@@ -292,8 +297,20 @@ void PipelineStep::backward_of_inputs(const PipelineAction& action, Kept& kept) 
     }
     send_gradients(action, kept, of_inputs);
   }
-  kept.inputs.clear();
   kept.seed = at::Tensor();
+}
+
+/// Those that the graph has for the weights' gradients live on, and count until these are there.
+void PipelineStep::forget_inputs(Kept& kept) {
+  for (at::Tensor& input : kept.inputs) {
+    const auto bytes = static_cast<int64_t>(input.nbytes());
+    const c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> left(input.getIntrusivePtr());
+    input.reset();
+    if (!left.expired()) continue;
+    kept.bytes -= bytes;
+    bytes_kept_ -= bytes;
+  }
+  kept.inputs.clear();
 }
 
 void PipelineStep::send_gradients(const PipelineAction& action, const Kept& kept, const Tensors& gradients) {

@@ -41,7 +41,7 @@ class PipelineStep {
     at::Tensor seed;                      // of the loss
     WeightBackward weights;               // between the two halves of a split backward
     bool is_whole = false;                // backward is not split
-    int64_t bytes = 0;
+    int64_t bytes = 0;                    // of the inputs that live
   };
   /// A tensor of the caller's that requires a gradient. Micro-batches share its graph, which must run once: their
   /// parts are leaves, and their gradients go into it together.
@@ -62,6 +62,7 @@ class PipelineStep {
   void compute_loss(const PipelineAction& action, const Tensors& outputs, Kept& kept);
   void backward(const PipelineAction& action, Kept& kept);
   void backward_of_inputs(const PipelineAction& action, Kept& kept);
+  void forget_inputs(Kept& kept);
   std::pair<torch::autograd::edge_list, Tensors> roots_of(const PipelineAction& action, Kept& kept);
   void send_gradients(const PipelineAction& action, const Kept& kept, const Tensors& gradients);
   void finish_weights(const PipelineAction& action);
