@@ -66,6 +66,16 @@ def test_model_parallel_trains_with_data_parallelism_as_alone(programs, ranks):
     assert alone < 0.1 and together == pytest.approx(alone, rel=1e-9)
 
 
+def test_model_parallel_trains_on_two_devices_as_on_the_cpu(programs):
+    """The example linked with the simulated device, whose results are the CPU's."""
+    if not (programs.bin_dir / "model_parallel_on_device").is_file():
+        pytest.skip("model_parallel_on_device is not built")
+    on_devices = ["model_parallel_on_device", "--devices", "privateuseone:0", "privateuseone:1"]
+    wanted = pytest.approx(loss(programs.run("model_parallel")), rel=1e-9)
+    assert loss(programs.run(*on_devices)) == wanted
+    assert loss(programs.lockstep_run(2, *on_devices, "--ddp")) == wanted
+
+
 def test_model_parallel_refuses_what_it_cannot_do(programs):
     done = programs.run("model_parallel", "--devices", "cpu", "cpu", "cpu")
     assert done.status == 1 and "3 devices" in done.stderr, done.text
