@@ -18,6 +18,7 @@ MEMORY_USES = ("inputs", "activations", "gradients", "optimizer_state", "tempora
 HIDDEN_LAYERS_OUTPUT = 64 * 512 * 4  # bytes, of the example's batch
 GPT = ["char_gpt", "--data", "text", "--block-size", 32, "--layers", 2, "--heads", 2, "--width", 32, "--batch-size", 16,
        "--micro-batches", 4, "--steps", 7, "--warm-up", 1, "--sample", 1]
+PARAMETERS = (784 * 512 + 512 + 512 * 10 + 10) * 4
 
 
 def traces_of(folder):
@@ -91,6 +92,8 @@ def test_the_analysis_the_merged_trace_and_the_picture_have_all_ranks(programs, 
         (peak,) = rank["memory"]
         assert sum(peak[use] for use in MEMORY_USES) == peak["bytes"]
         assert peak["activations"] >= HIDDEN_LAYERS_OUTPUT and peak["temporary"] > 0, peak
+        assert peak["held"]["parameters"] == PARAMETERS, peak
+        assert PARAMETERS <= peak["held"]["gradients"] < PARAMETERS + 4 * 64, peak  # four gradients, from a cache line each
 
     trace = json.loads(gzip.decompress(merged.read_bytes()))
     assert broken_rules(trace) == []
@@ -178,6 +181,7 @@ def test_a_trace_of_pythons_profiler_is_read(programs, tmp_path):
     weights = 256 * 256 * 4
     assert peak["gradients"] == weights
     assert 2 * weights <= peak["optimizer_state"] < 2 * weights + 64  # Adam's two, and its count of steps
+    assert peak["held"] == {}  # nothing tells of it
 
 
 def test_two_runs_are_compared(programs, profiled, tmp_path):

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/tensor_tree.h>
 #include <lockstep/optim/internal/optimizer_formats.h>
 #include <lockstep/optim/internal/optimizer_parts.h>
 #include <lockstep/optim/internal/scheduled_groups.h>
@@ -310,6 +311,18 @@ StateDict get_optimizer_state_dict(const ModelTensors& model, const Optimizer& o
   std::vector<std::vector<IValue>> ids;
   for (const auto& names : names_of(model, optimizer)) ids.emplace_back(names.begin(), names.end());
   return write_state(OptimizerParts(for_reading(optimizer)), ids);
+}
+
+std::vector<at::Tensor> optimizer_state_tensors(const Optimizer& optimizer) {
+  const OptimizerParts parts(for_reading(optimizer));
+  const OptimizerFormat& format = format_of(parts.local());
+  std::vector<at::Tensor> tensors;
+  for (const auto& [key, state] : parts.local().state()) {
+    StateDict values = format.get_state(*state);
+    values.erase("step");
+    for_each_tensor(std::as_const(values), [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
+  }
+  return tensors;
 }
 
 PreparedLoad prepare_optimizer_state_dict(const ModelTensors& model, Optimizer& optimizer,

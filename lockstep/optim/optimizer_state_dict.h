@@ -1,5 +1,8 @@
 #pragma once
 
+#include <vector>
+
+#include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
 #include <lockstep/nn/model_tensors.h>
@@ -59,6 +62,10 @@ IncompatibleKeys set_optimizer_state_dict(const Model& model, torch::optim::Opti
                                           const StateDict& state, const LoadStateDictOptions& options = {}) {
   return set_optimizer_state_dict(model_tensors(model), optimizer, state, options);
 }
+
+/// The tensors of the state that this rank has, but for those that count steps. Throws c10::ValueError for an optimizer whose
+/// state has no known form.
+std::vector<at::Tensor> optimizer_state_tensors(const torch::optim::Optimizer& optimizer);
 
 /// The first half of set_optimizer_state_dict(): all checks. The optimizer must not change until commit().
 PreparedLoad prepare_optimizer_state_dict(const ModelTensors& model, torch::optim::Optimizer& optimizer,

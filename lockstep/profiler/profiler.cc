@@ -22,6 +22,7 @@
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/device/accelerator.h>
 #include <lockstep/profiler/internal/call_stacks.h>
+#include <lockstep/profiler/internal/held_memory.h>
 #include <lockstep/profiler/internal/kineto.h>
 #include <lockstep/profiler/internal/operation_log.h>
 #include <lockstep/profiler/internal/running_profilers.h>
@@ -70,9 +71,11 @@ std::string distributed_info(const WorldDefaults& world, const std::vector<fligh
       .dump(1);
 }
 
-std::string process_info() {
+std::string process_info(const std::optional<profiler::internal::HeldByDevice>& held) {
   const HostIdentity host = this_host();
-  return json_text<ordered_json>({{"pid", ::getpid()}, {"host", host.hostname}, {"boot_id", host.boot_id}});
+  ordered_json info = {{"pid", ::getpid()}, {"host", host.hostname}, {"boot_id", host.boot_id}};
+  if (held) info[profiler::internal::kHeldField] = profiler::internal::json_of_held(*held);
+  return json_text(info);
 }
 
 bool records_in(std::optional<ProfilerAction> action) {
@@ -107,6 +110,7 @@ struct Profiler::Recording {
   profiler::internal::KinetoOptions kineto;
   bool begun = false;
   std::optional<WorldDefaults> world;  // a program may have left its group before it exports
+  std::optional<profiler::internal::HeldByDevice> held;  // at its begin, with profile_memory
   std::shared_ptr<profiler::internal::OperationLog> operations;
   std::unique_ptr<profiler::internal::ThreadScopes> scopes;
   std::unique_ptr<profiler::internal::CallStacks> stacks;
@@ -118,6 +122,7 @@ struct Profiler::Cycle {
   std::unique_ptr<profiler::internal::KinetoTrace> trace;
   profiler::internal::TraceAdditions additions;
   std::optional<WorldDefaults> world;
+  std::optional<profiler::internal::HeldByDevice> held;
   std::vector<profiler::FunctionEvent> with_stacks;            // Kineto's; empty without stacks
   std::optional<std::vector<profiler::FunctionEvent>> events;  // once they were asked for
   bool exported = false;
@@ -244,6 +249,7 @@ void Profiler::prepare() {
 }
 
 void Profiler::begin() {
+  if (options_.profile_memory) recording_->held = profiler::internal::held_memory();
   profiler::internal::start_kineto(recording_->kineto);
   recording_->begun = true;
   recording_->world = world_defaults();
@@ -265,6 +271,7 @@ void Profiler::end() {
   auto cycle = std::make_unique<Cycle>();
   cycle->trace = profiler::internal::stop_kineto();
   cycle->world = recording->world ? recording->world : world_defaults();
+  cycle->held = recording->held;
   cycle->additions.scopes = recording->scopes->take();
   cycle->additions.operations = recording->operations->take();
   cycle->additions.collectives_as = options_.collectives_as;
@@ -310,7 +317,7 @@ void Profiler::export_chrome_trace(const std::string& path) {
       "writes each once");
   profiler::internal::TraceAdditions& additions = latest.additions;
   additions.metadata = metadata_;
-  additions.metadata[profiler::internal::kProcessField] = process_info();
+  additions.metadata[profiler::internal::kProcessField] = process_info(latest.held);
   if (options_.record_shapes) additions.metadata["record_shapes"] = "1";
   if (options_.profile_memory) additions.metadata["profile_memory"] = "1";
   if (options_.with_stack) additions.metadata["with_stack"] = "1";

@@ -159,6 +159,19 @@ MemoryPeak peak_of(const std::string& device, const internal::PeakMemory& peak) 
           .other = bytes(MemoryUse::kOther)};
 }
 
+/// By device, also of those of which nothing but what was there before is known.
+std::vector<MemoryPeak> peaks_of(const FileProfile& file) {
+  std::map<std::string, MemoryPeak> peaks;
+  for (const auto& [device, peak] : file.memory) peaks[device] = peak_of(device, peak);
+  for (const auto& [device, held] : file.held) {
+    peaks[device].device = device;
+    peaks[device].held = held;
+  }
+  std::vector<MemoryPeak> all;
+  for (auto& [device, peak] : peaks) all.push_back(std::move(peak));
+  return all;
+}
+
 /// Sums of all files of a rank; mean() of them is what is told.
 struct RankSums {
   RankProfile profile;  // times are sums
@@ -182,9 +195,9 @@ std::map<int64_t, RankSums> sums_of(const std::vector<FileProfile>& files, const
       sums.profile.mean.hidden_communication += ms(step.hidden_ns);
     }
     sums.profile.mean.waiting += waiting[i];
-    for (const auto& [device, peak] : file.memory) {
-      MemoryPeak& known = sums.memory[device];
-      if (peak.bytes >= known.bytes) known = peak_of(device, peak);
+    for (MemoryPeak& peak : peaks_of(file)) {
+      MemoryPeak& known = sums.memory[peak.device];
+      if (peak.bytes + peak.held.total() >= known.bytes + known.held.total()) known = std::move(peak);
     }
   }
   return ranks;

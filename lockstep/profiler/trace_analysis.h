@@ -26,9 +26,20 @@ struct TracePhaseTimes {
   double waiting = 0;               ///< of the exposed communication: for ranks that have not come yet
 };
 
-/// Bytes that tensors take, at most, beyond what they took when the recording began: parameters, and often the optimizer's
-/// state, are from before. A trace does not say what a tensor is for; the categories are torch's, but told by when
-/// it was allocated and given back. What is still there when the recording ends counts as kept.
+/// Bytes that were there when the recording began, as far as the program knows of them: of models that a wrapper or a Trainer
+/// has, made in the thread that was recorded, with the memory that their gradients are kept in; of the state of a Trainer's
+/// optimizer. 0: none, or nothing tells of them.
+struct HeldMemory {
+  int64_t parameters = 0;
+  int64_t gradients = 0;
+  int64_t optimizer_state = 0;
+  int64_t total() const { return parameters + gradients + optimizer_state; }
+};
+
+/// Bytes that tensors take, at most, beyond what they took when the recording began, and what is known of that. A trace does not
+/// say what a tensor is for, so that is told by when it was allocated and given back. The categories are those of torch
+/// (torch/profiler/_memory_profiler.py) but AUTOGRAD_DETAIL, which is temporary or an activation here, and PARAMETER, which
+/// is in `held`. What is still there when the recording ends counts as kept.
 struct MemoryPeak {
   std::string device;  ///< "CPU", "CUDA 0"
   int64_t bytes = 0;
@@ -38,6 +49,7 @@ struct MemoryPeak {
   int64_t optimizer_state = 0;  ///< allocated in the optimizer, and kept until the next step
   int64_t temporary = 0;        ///< allocated in one of these, and given back before
   int64_t other = 0;
+  HeldMemory held = {};  ///< beside `bytes`
 };
 
 struct RankProfile {

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <torch/torch.h>
 
+#include <lockstep/base/training/held_tensors.h>
 #include <lockstep/profiler/profiler.h>
 #include <lockstep/profiler/record_function.h>
 #include <lockstep/profiler/testing/synthetic_trace.h>
@@ -271,6 +272,65 @@ TEST(TraceAnalysis, MemoryPeaksTellWhatItsBlocksAreFor) {
   const json told = json::parse(to_json(analysis))["ranks"][0]["memory"][0];
   EXPECT_EQ(told["optimizer_state"], 16 << 20);
   EXPECT_EQ(told["temporary"], (8 + 128) << 20);
+}
+
+/// The cycle with the most is told, and a device of which there is nothing else.
+TEST(TraceAnalysis, MemoryFromBeforeIsBesideThePeak) {
+  const TemporaryFolder folder;
+  const auto write = [&](int cycle, const nlohmann::ordered_json& held) {
+    SyntheticTrace trace({.world_size = 1, .held = held});
+    trace.add_operator("aten::mm", 0, kMs);
+    trace.add_memory(0, 1 << 20, 0x10);
+    trace.write(folder, "", cycle);
+  };
+  write(1, {{"CPU", {{"parameters", 4 << 20}, {"gradients", 2 << 20}, {"optimizer_state", 8 << 20}}},
+            {"CUDA 1", {{"parameters", 3 << 20}}}});
+  write(2, {{"CPU", {{"parameters", 4 << 20}, {"other", 1 << 30}}}});
+  const TraceAnalysis analysis = analyze_traces(folder.path().string());
+  const auto& memory = analysis.ranks.at(0).memory;
+  ASSERT_EQ(memory.size(), 2);
+  EXPECT_EQ(memory[0].bytes, 1 << 20);
+  EXPECT_EQ(memory[0].held.parameters, 4 << 20);
+  EXPECT_EQ(memory[0].held.total(), 14 << 20);
+  EXPECT_EQ(memory[1].device, "CUDA 1");
+  EXPECT_EQ(memory[1].bytes, 0);
+  EXPECT_EQ(memory[1].held.total(), 3 << 20);
+  EXPECT_THAT(describe(analysis),
+              HasSubstr("; from before: parameters 4.0 MiB, gradients 2.0 MiB, optimizer state 8.0 MiB\n"));
+  const json told = json::parse(to_json(analysis))["ranks"][0]["memory"];
+  EXPECT_EQ(told[0]["held"]["optimizer_state"], 8 << 20);
+  EXPECT_EQ(told[1]["held"], (json{{"parameters", 3 << 20}}));
+}
+
+TEST(TraceAnalysis, HeaderOfAnotherFormTellsOfNoMemory) {
+  const TemporaryFolder folder;
+  for (const char* held : {"7", "[]", R"({"CPU": 7})", R"({"CPU": {"parameters": "many"}})"}) {
+    SyntheticTrace trace({.world_size = 1, .held = nlohmann::ordered_json::parse(held)});
+    trace.add_operator("aten::mm", 0, kMs);
+    trace.write(folder);
+    EXPECT_THAT(analyze_traces(folder.path().string()).ranks.at(0).memory, IsEmpty()) << held;
+  }
+}
+
+/// Views of one storage, storages of one memory, and what has none.
+TEST(TraceAnalysis, MemoryFromBeforeIsCountedOnce) {
+  const TemporaryFolder folder;
+  const auto flat = torch::zeros({100});
+  const auto alias = torch::from_blob(flat.mutable_data_ptr<float>() + 50, {60});
+  const TellingHeldTensors telling([&](HeldTensors& held) {
+    held.parameters = {flat.narrow(0, 0, 10), flat.narrow(0, 90, 10), alias};
+    held.gradients = {torch::Tensor(), torch::empty({5}, torch::kMeta), torch::zeros({3})};
+  });
+  {
+    Profiler profile({.activities = std::set{ProfilerActivity::kCpu},
+                      .on_trace_ready = tensorboard_trace_handler(folder.path().string()),
+                      .profile_memory = true});
+    const auto recorded = torch::ones({2});
+  }
+  const HeldMemory held = analyze_traces(folder.path().string()).ranks.at(0).memory.at(0).held;
+  EXPECT_EQ(held.parameters, 110 * 4);
+  EXPECT_EQ(held.gradients, 3 * 4);
+  EXPECT_EQ(held.optimizer_state, 0);
 }
 
 /// Operators of a GPU are launched while others' kernels communicate, and another thread gives back what nothing tells of.

@@ -13,6 +13,7 @@
 #include <lockstep/base/text/counted.h>
 #include <lockstep/base/text/json_text.h>
 #include <lockstep/base/text/printable.h>
+#include <lockstep/profiler/internal/held_memory.h>
 #include <lockstep/profiler/trace_analysis.h>
 
 namespace lockstep::profiler {
@@ -96,18 +97,30 @@ void describe_ranks(const TraceAnalysis& analysis, std::ostream& out) {
   if (analysis.slowest) out << "\nSlowest is rank " << *analysis.slowest << ": " << analysis.why << ".\n";
 }
 
+std::string held_before(const HeldMemory& held) {
+  std::string text;
+  const auto add = [&](const char* use, int64_t bytes) {
+    if (bytes > 0)
+      text += std::string(text.empty() ? "; from before: " : ", ") + use + " " + mebibytes(bytes);
+  };
+  add("parameters", held.parameters);
+  add("gradients", held.gradients);
+  add("optimizer state", held.optimizer_state);
+  return text;
+}
+
 void describe_memory(const TraceAnalysis& analysis, std::ostream& out) {
   bool any = false;
   for (const RankProfile& rank : analysis.ranks) {
     for (const MemoryPeak& peak : rank.memory) {
       if (!std::exchange(any, true)) {
-        out << "\nTensors at their peak, beyond those from before the recording, such as parameters:\n";
+        out << "\nTensors at their peak, beyond those from before the recording:\n";
       }
       out << "  rank " << rank.rank << ", " << printable(peak.device) << ": " << mebibytes(peak.bytes)
           << " (inputs " << mebibytes(peak.inputs) << ", activations " << mebibytes(peak.activations)
           << ", gradients " << mebibytes(peak.gradients) << ", optimizer state "
           << mebibytes(peak.optimizer_state) << ", temporary " << mebibytes(peak.temporary) << ", other "
-          << mebibytes(peak.other) << ")\n";
+          << mebibytes(peak.other) << ")" << held_before(peak.held) << "\n";
     }
   }
 }
@@ -132,7 +145,8 @@ ordered_json json_of(const TraceAnalysis& analysis) {
                         {"gradients", peak.gradients},
                         {"optimizer_state", peak.optimizer_state},
                         {"temporary", peak.temporary},
-                        {"other", peak.other}});
+                        {"other", peak.other},
+                        {"held", internal::json_of_held(peak.held)}});
     }
     ranks.push_back({{"rank", rank.rank},
                      {"host", rank.host},

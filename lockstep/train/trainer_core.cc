@@ -18,6 +18,7 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/optim/lr_scheduler.h>
+#include <lockstep/optim/optimizer_state_dict.h>
 #include <lockstep/train/internal/trainer_parts.h>
 #include <lockstep/train/trainer_core.h>
 
@@ -136,6 +137,16 @@ bool TrainerCore::finished() const {
 
 bool TrainerCore::out_of_steps() const {
   return options_.max_steps && step_ >= *options_.max_steps;
+}
+
+void TrainerCore::tell(HeldTensors& held) const {
+  for (const at::Tensor& parameter : parameters_) held.add(parameter);
+  try {
+    const auto state = optimizer_state_tensors(optimizer_);
+    held.optimizer_state.insert(held.optimizer_state.end(), state.begin(), state.end());
+  } catch (const c10::Error&) {
+    // Of an optimizer whose state has no known form nothing is told.
+  }
 }
 
 void TrainerCore::set_group(const ProcessGroup& group) {

@@ -13,6 +13,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
+#include <lockstep/base/training/held_tensors.h>
 #include <lockstep/checkpoint/training_state.h>
 #include <lockstep/nn/step_snapshot.h>
 #include <lockstep/observe/combined_writer.h>
@@ -207,6 +208,7 @@ class TrainerCore {
   void resume_averages();
   double learning_rate() const;
   CheckpointInfo info(const std::string& emergency) const;
+  void tell(HeldTensors& held) const;
 
   std::unique_ptr<SharedPart> shared_part_;
   std::unique_ptr<RankPart> rank_part_;
@@ -234,6 +236,7 @@ class TrainerCore {
   bool loader_restored_ = false;
   bool applying_ = false;
   std::atomic<bool> stop_requested_ = false;
+  const TellingHeldTensors telling_held_{[this](HeldTensors& held) { tell(held); }};
 };
 
 }  // namespace lockstep

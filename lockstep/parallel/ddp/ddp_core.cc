@@ -91,6 +91,7 @@ DdpCore::DdpCore(Model model, DistributedDataParallelOptions options, const Join
   model_.parameters = without_undefined(std::move(model_.parameters));
   const auto all = model_.parameters;
   for (const auto& [name, parameter] : all) {
+    all_parameters_.push_back(parameter);
     if (!ignored(name)) averaged_.push_back(parameter);
   }
   for (const auto& [name, parameter] : options_.delay_all_reduce_named_params) {
@@ -388,6 +389,15 @@ void DdpCore::reset() {
   if (!reducer_) return;
   reducer_->reset();
   undo_step();
+}
+
+void DdpCore::tell(HeldTensors& held) const {
+  for (const at::Tensor& parameter : all_parameters_) held.add(parameter);
+  if (reducer_) {
+    const auto memory = reducer_->bucket_memory();
+    held.gradients.insert(held.gradients.end(), memory.begin(), memory.end());
+  }
+  if (delayed_) held.gradients.push_back(delayed_->buffer());
 }
 
 // ---- Uneven inputs

@@ -9,6 +9,7 @@
 
 #include <c10/util/Logging.h>
 
+#include <lockstep/base/training/held_tensors.h>
 #include <lockstep/nn/step_snapshot.h>
 #include <lockstep/parallel/ddp/grad_bucket.h>
 #include <lockstep/parallel/ddp/hooks/optimizer_overlap_hook.h>
@@ -102,8 +103,10 @@ class DdpCore final {
   void set_divisor();
   void take_snapshot();
   void undo_step();
+  void tell(HeldTensors& held) const;
 
   Model model_;
+  std::vector<at::Tensor> all_parameters_;  // those of parameters_to_ignore, too
   std::vector<at::Tensor> averaged_;
   DistributedDataParallelOptions options_;
   const Joinable& owner_;
@@ -125,6 +128,7 @@ class DdpCore final {
   bool synchronise_ = true;                   // require_backward_grad_sync
   bool buffers_may_differ_ = true;            // require_forward_param_sync
   bool divide_by_initial_world_size_ = true;  // in the Join that it is in
+  const TellingHeldTensors telling_held_{[this](HeldTensors& held) { tell(held); }};
 };
 
 }  // namespace lockstep

@@ -29,6 +29,8 @@ class DelayedAllReduce : public std::enable_shared_from_this<DelayedAllReduce> {
   /// Awaits an operation whose backward an exception has ended, and drops its result.
   void abandon();
   void update_process_group(const ProcessGroup& group);
+  /// Where the gradients lie.
+  const at::Tensor& buffer() const { return buffer_; }
 
  private:
   DelayedAllReduce(const std::vector<NamedTensor>& parameters, const ProcessGroup& group,

@@ -102,6 +102,16 @@ void FsdpCore::drop_sums(const torch::optim::Optimizer& optimizer) {
   }
 }
 
+/// This rank's part of what the ranks have together, each once, and what it has for itself.
+void FsdpCore::tell(HeldTensors& held) const {
+  for (const auto& [name, leaf] : parameters_) held.add(leaf);
+  for (const ShardedWeight& weight : weights_->all()) {
+    held.parameters.push_back(weight.published);
+    held.gradients.push_back(weight.parameter.grad());  // what has added up under no_sync()
+  }
+  reduction_->tell(held);
+}
+
 ModelTensors FsdpCore::leaves_as_model() const {
   return {.name = model_.name, .parameters = parameters_, .buffers = {}};
 }

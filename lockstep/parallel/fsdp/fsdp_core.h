@@ -14,6 +14,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <lockstep/base/training/held_tensors.h>
 #include <lockstep/nn/collective_optimizer.h>
 #include <lockstep/nn/model_tensors.h>
 #include <lockstep/nn/named_tensor.h>
@@ -165,6 +166,7 @@ class FsdpCore final {
                             const std::vector<KeyMap>& key_map = {}) const;
   void check_is_of_rows(const torch::optim::Optimizer& optimizer) const;
   StateDict optim_state_of_rows(const torch::optim::Optimizer& optimizer) const;
+  void tell(HeldTensors& held) const;
 
   Model model_;
   FullyShardedDataParallelOptions options_;
@@ -183,6 +185,7 @@ class FsdpCore final {
   std::unique_ptr<fsdp::internal::OffloadedTensors> offloaded_;  // with cpu_offload
   std::shared_ptr<fsdp::internal::GradientReduction> reduction_;
   std::shared_ptr<fsdp::internal::GatheredUnits> units_;  // null where nothing is gathered; goes first
+  const TellingHeldTensors telling_held_{[this](HeldTensors& held) { tell(held); }};
 };
 
 }  // namespace lockstep

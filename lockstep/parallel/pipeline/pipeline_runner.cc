@@ -8,6 +8,7 @@
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/rethrow_with_context.h>
+#include <lockstep/base/training/held_tensors.h>
 #include <lockstep/collectives/groups/spread_failure.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/nn/gradient_list.h>
@@ -27,6 +28,12 @@ void PipelineLoss::check_is_one(const Tensors& outputs) {
 
 struct PipelineRunner::Core : PipelineCore {
   using PipelineCore::PipelineCore;
+
+  const TellingHeldTensors telling_held{[this](HeldTensors& held) {
+    for (const PipelineStage& stage : stages) {
+      for (const at::Tensor& parameter : stage.parameters()) held.add(parameter);
+    }
+  }};
 
   Tensors run(bool has_backward, bool return_outputs, const Tensors& inputs, const at::Tensor& target,
               Tensors* losses) {

@@ -5,6 +5,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include <lockstep/profiler/internal/trace_names.h>
 #include <lockstep/profiler/internal/trace_profile.h>
 
 namespace lockstep::profiler::internal {
@@ -164,12 +165,10 @@ class Gatherer {
   void take_memory(const json& event) {
     constexpr int64_t kMostBytes = int64_t{1} << 40;  // sums don't overflow
     const json& arguments = arguments_of(event);
-    const int64_t type = integer_of(arguments, "Device Type");
-    std::string device = type == 0 ? "CPU" : type == 1 ? "CUDA" : "device type " + std::to_string(type);
-    if (type != 0) device += " " + std::to_string(integer_of(arguments, "Device Id"));
-    allocations_.push_back({since_1970(number_of(event, "ts"), file_.origin), std::move(device),
-                            std::clamp(integer_of(arguments, "Bytes"), -kMostBytes, kMostBytes),
-                            integer_of(arguments, "Addr")});
+    allocations_.push_back(
+        {since_1970(number_of(event, "ts"), file_.origin),
+         name_of_device(integer_of(arguments, "Device Type"), integer_of(arguments, "Device Id")),
+         std::clamp(integer_of(arguments, "Bytes"), -kMostBytes, kMostBytes), integer_of(arguments, "Addr")});
   }
 
   void choose_steps() {
@@ -318,6 +317,10 @@ FileProfile profile_of(const std::string& path) {
   FileProfile file;
   file.path = path;
   file.origin = origin_of(reader);
+  if (const auto found = reader.header().find(kProcessField);
+      found != reader.header().end() && found->is_object() && found->contains(kHeldField)) {
+    file.held = held_of_json((*found)[kHeldField]);
+  }
   Gatherer gatherer(file);
   json event;
   while (reader.next(event)) gatherer.take(event);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <lockstep/profiler/internal/cover.h>
+#include <lockstep/profiler/internal/held_memory.h>
 #include <lockstep/profiler/internal/trace_operations.h>
 #include <lockstep/profiler/internal/trace_reader.h>
 
@@ -48,6 +49,7 @@ struct FileProfile {
   std::vector<TracedOperation> operations;
   std::map<std::string, OperatorSum> operators;  // within steps
   std::map<std::string, PeakMemory> memory;      // by device
+  HeldByDevice held;                             // when it began
 };
 
 /// Reads a file and adds it up. Throws what TraceReader throws.

@@ -23,10 +23,11 @@ class SyntheticTrace {
     int64_t world_size = 2;
     std::string host = "one";
     int64_t ahead_ns = 0;
-    int64_t pid = 1000;         // of rank 0; others' follow
-    bool tells_rank = true;     // in the header
-    bool tells_process = true;  // in the header
-    bool tells_base = true;     // in the header; else times count from 1970
+    int64_t pid = 1000;                // of rank 0; others' follow
+    bool tells_rank = true;            // in the header
+    bool tells_process = true;         // in the header
+    bool tells_base = true;            // in the header; else times count from 1970
+    nlohmann::ordered_json held = {};  // bytes from before, by device and use; null: not told
   };
   explicit SyntheticTrace(Options options) : options_(std::move(options)) {
     events_.push_back(
@@ -82,6 +83,7 @@ class SyntheticTrace {
         {"baseTimeNanoseconds", kBaseNs},
         {"traceEvents", events_},
         {"traceName", "synthetic"}};
+    if (!options_.held.is_null()) trace["lockstep"]["held"] = options_.held;
     if (!options_.tells_rank) trace.erase("distributedInfo");
     if (!options_.tells_process) trace.erase("lockstep");
     if (!options_.tells_base) trace.erase("baseTimeNanoseconds");

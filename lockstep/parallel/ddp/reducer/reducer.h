@@ -100,6 +100,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer>, public Gradi
 
   /// The gradients' bytes in each bucket, in the order of their reduction.
   std::vector<size_t> bucket_bytes() const;
+  /// Where gradients lie, which stays from step to step.
+  std::vector<at::Tensor> bucket_memory() const;
   /// For tests: caps as if tuning had chosen them, at the next rebuild.
   void force_caps(const BucketCaps& caps);
 

@@ -52,6 +52,15 @@ std::vector<size_t> Reducer::bucket_bytes() const {
   return buckets_.bytes();
 }
 
+std::vector<at::Tensor> Reducer::bucket_memory() const {
+  std::lock_guard lock(mutex_);
+  std::vector<at::Tensor> memory;
+  for (const Bucket& bucket : buckets_.all()) {
+    if (bucket.memory) memory.push_back(bucket.memory->buffer());
+  }
+  return memory;
+}
+
 int64_t Reducer::rounds() const {
   std::lock_guard lock(mutex_);
   return rounds_;

@@ -12,6 +12,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <lockstep/base/training/held_tensors.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/host_compression.h>
 #include <lockstep/device/streams.h>
@@ -74,6 +75,10 @@ class GradientReduction : public std::enable_shared_from_this<GradientReduction>
   /// Before a forward, by any thread. Throws c10::Error when the last backward did not end, of this thread, or on a
   /// device of any: a reduction has failed, or something else has thrown, of which the other ranks have heard.
   void check_ended() const;
+  /// Adds its buffers.
+  void tell(HeldTensors& held) const {
+    for (const Slot& slot : ring_) held.gradients.push_back(slot.buffer);
+  }
 
  private:
   struct Group {
