@@ -11,7 +11,7 @@ struct MergeReport {
   struct Host {
     std::string name;
     /// How far its clock was ahead of the first host's, which has 0, as their operations show, and within what; known is
-    /// false where they have none in common, so that its times are taken as they are.
+    /// false where they have none in common, or messages one way alone, so that its times are taken as they are.
     bool known = true;
     int64_t clock_ahead_ns = 0;
     int64_t clock_error_ns = 0;

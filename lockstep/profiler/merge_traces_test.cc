@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <filesystem>
 #include <fstream>
 #include <gmock/gmock.h>
@@ -6,6 +7,7 @@
 #include <random>
 #include <string>
 #include <sys/stat.h>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -127,8 +129,27 @@ TEST(MergeTraces, MessagesAreLinkedInTheirOrder) {
   }
 }
 
-/// Hosts with wrong clocks, by up to seconds, and operations at random: in the merged trace no part ends before another
-/// has begun, nor before what has caused it, and the error that is told is one.
+/// The sends of each way and the receives there, in their order: {begin, end} in the merged trace.
+using Times = std::vector<std::pair<double, double>>;
+std::map<std::pair<int64_t, int64_t>, std::array<Times, 2>> messages_of(const json& trace) {
+  std::map<std::pair<int64_t, int64_t>, std::array<Times, 2>> ways;
+  for (const json& event : events_of(trace, "X")) {
+    const json& arguments = event["args"];
+    if (!arguments.value("Is P2P", false)) continue;
+    const bool sends = arguments["Collective name"] == "send";
+    const int64_t rank = arguments["Rank"], peer = arguments["Peer Rank"];
+    const double begin = event["ts"], end = begin + event["dur"].get<double>();
+    ways[sends ? std::pair(rank, peer) : std::pair(peer, rank)][sends ? 0 : 1].emplace_back(begin, end);
+  }
+  return ways;
+}
+
+/// A double at this distance from the base knows two nanoseconds.
+constexpr double kRounding = 0.002;
+
+/// Hosts with wrong clocks, by up to seconds, and operations at random, as Lockstep's and as NCCL's, where a root and those that
+/// send to it do not wait for all: in the merged trace no part ends before what it needs has begun, and the error that is
+/// told is one.
 TEST(MergeTraces, NothingGoesBackInTime) {
   for (unsigned seed = 0; seed < 8; ++seed) {
     std::mt19937_64 random(seed);
@@ -146,15 +167,28 @@ TEST(MergeTraces, NothingGoesBackInTime) {
                                                   .host = "host" + std::to_string(host),
                                                   .ahead_ns = ahead[static_cast<size_t>(host)]});
     }
-    for (int64_t i = 1; i <= 60; ++i) {
+    std::map<int64_t, std::pair<std::string, int64_t>> rooted;  // kind and root, by sequence
+    int64_t messages = 0;
+    for (int64_t i = 1; i <= 90; ++i) {
+      const int64_t slot = 10'000 * kMs + i * 10 * kMs;
       std::vector<int64_t> begins;
-      for (int64_t rank = 0; rank < ranks; ++rank)
-        begins.push_back(10'000 * kMs + i * 10 * kMs + below(5 * kMs));
+      for (int64_t rank = 0; rank < ranks; ++rank) begins.push_back(slot + below(5 * kMs));
       const int64_t last = *std::max_element(begins.begin(), begins.end());
+      if (i % 3 == 0) rooted[i] = {below(2) == 0 ? "broadcast" : "reduce", below(ranks)};
+      const std::string kind = i % 3 == 0 ? rooted[i].first : i % 3 == 1 ? "all_reduce" : "barrier";
+      const int64_t root = i % 3 == 0 ? rooted[i].second : -1;
       for (int64_t rank = 0; rank < ranks; ++rank) {
-        traces[static_cast<size_t>(rank)].add_collective(i % 2 == 0 ? "all_reduce" : "barrier", i,
-                                                         begins[static_cast<size_t>(rank)],
-                                                         last + 1 + below(100'000));
+        const int64_t begin = begins[static_cast<size_t>(rank)];
+        int64_t needs = last;
+        if (kind == "broadcast") needs = std::max(begin, begins[static_cast<size_t>(root)]);
+        if (kind == "reduce" && rank != root) needs = begin;
+        traces[static_cast<size_t>(rank)].add_collective(kind, i, begin, needs + 1 + below(100'000), root);
+      }
+      for (int64_t many = below(3); many > 0; --many, ++messages) {
+        const int64_t from = below(ranks), to = (from + 1 + below(ranks - 1)) % ranks;
+        const int64_t sent = slot + (9 - 2 * many) * kMs, received = sent + 1 + below(100'000);
+        traces[static_cast<size_t>(from)].add_message("send", to, sent, received);
+        traces[static_cast<size_t>(to)].add_message("recv", from, received - 1 - below(kMs), received);
       }
     }
     const TemporaryFolder folder;
@@ -162,8 +196,9 @@ TEST(MergeTraces, NothingGoesBackInTime) {
     MergeReport report;
     const json trace = merged(folder, report);
     EXPECT_EQ(report.backward, 0) << "seed " << seed;
-    EXPECT_EQ(report.collectives, 60);
-    EXPECT_EQ(report.arrows, 60 * (ranks - 1));
+    EXPECT_EQ(report.collectives, 90);
+    EXPECT_EQ(report.messages, messages);
+    EXPECT_GE(report.arrows, 60 * (ranks - 1) + messages);
     ASSERT_EQ(static_cast<int64_t>(report.hosts.size()), hosts);
     for (size_t host = 0; host < report.hosts.size(); ++host) {
       EXPECT_TRUE(report.hosts[host].known);
@@ -171,20 +206,112 @@ TEST(MergeTraces, NothingGoesBackInTime) {
                 report.hosts[host].clock_error_ns + 1)
           << "seed " << seed;
     }
-    std::map<int64_t, double> last_begin, first_end;
+    std::map<int64_t, std::map<int64_t, std::pair<double, double>>> parts;  // by sequence and rank
     for (const json& event : events_of(trace, "X")) {
-      const int64_t sequence = event["args"]["Seq"];
-      const double begin = event["ts"], end = begin + event["dur"].get<double>();
-      last_begin[sequence] = std::max(last_begin.try_emplace(sequence, begin).first->second, begin);
-      first_end[sequence] = std::min(first_end.try_emplace(sequence, end).first->second, end);
+      const json& arguments = event["args"];
+      const double begin = event["ts"];
+      if (!arguments.value("Is P2P", false)) {
+        parts[arguments["Seq"]][arguments["Rank"]] = {begin, begin + event["dur"].get<double>()};
+      }
     }
-    // A double at this distance from the base knows two nanoseconds.
-    for (const auto& [sequence, begin] : last_begin)
-      EXPECT_LE(begin, first_end[sequence] + 0.002) << "seed " << seed;
+    for (const auto& [sequence, by_rank] : parts) {
+      for (const auto& [cause, first] : by_rank) {
+        for (const auto& [effect, second] : by_rank) {
+          if (rooted.contains(sequence)) {
+            const auto& [kind, root] = rooted[sequence];
+            if (kind == "broadcast" ? cause != root : effect != root) continue;
+          }
+          EXPECT_LE(first.first, second.second + kRounding) << "seed " << seed;
+        }
+      }
+    }
+    for (const auto& [way, of_way] : messages_of(trace)) {
+      ASSERT_EQ(of_way[0].size(), of_way[1].size());
+      for (size_t i = 0; i < of_way[0].size(); ++i) {
+        EXPECT_LE(of_way[0][i].first, of_way[1][i].second + kRounding) << "seed " << seed;
+      }
+    }
     std::map<int64_t, double> sent;
     for (const json& event : events_of(trace, "s")) sent[event["id"]] = event["ts"];
     for (const json& event : events_of(trace, "f")) EXPECT_LE(sent.at(event["id"]), event["ts"]);
   }
+}
+
+using Missed = std::array<int64_t, 2>;
+
+/// A pipeline of two stages, each on a host with a clock of its own, and no collective: stage 0 sends activations, and gets
+/// gradients. `missed`: how many steps each host has begun to record later.
+struct PipelineOfHosts {
+  static constexpr int64_t kSteps = 12, kMicroBatches = 4;
+  static constexpr int64_t kMostLatency = 100'000;
+
+  PipelineOfHosts(unsigned seed, int64_t ahead, const Missed& missed) {
+    std::mt19937_64 random(seed);
+    const auto below = [&](int64_t most) {
+      return static_cast<int64_t>(random() % static_cast<uint64_t>(most));
+    };
+    std::array<SyntheticTrace, 2> traces = {SyntheticTrace({.rank = 0, .host = "one"}),
+                                            SyntheticTrace({.rank = 1, .host = "two", .ahead_ns = ahead})};
+    int64_t at = 10'000 * kMs;
+    for (int64_t step = 0; step < kSteps; ++step) {
+      for (int64_t message = 0; message < 2 * kMicroBatches; ++message) {
+        const int64_t from = message < kMicroBatches ? 0 : 1, to = 1 - from;
+        at += 2 * kMs + below(kMs);
+        const int64_t received = at + kMostLatency / 4 + below(kMostLatency * 3 / 4);
+        if (step >= missed.at(from))
+          traces.at(from).add_message("send", to, at, received + below(kMostLatency));
+        if (step >= missed.at(to)) traces.at(to).add_message("recv", from, at - below(2 * kMs), received);
+      }
+      at += below(10 * kMs);  // what the rest of the step takes is never the same
+    }
+    for (const SyntheticTrace& trace : traces) trace.write(folder);
+  }
+  TemporaryFolder folder;
+};
+
+TEST(MergeTraces, HostsThatOnlySendAndReceiveAreOnOneClock) {
+  for (unsigned seed = 0; seed < 8; ++seed) {
+    for (const int64_t ahead : {int64_t{0}, 3 * kMs, -40 * kMs, 1'500 * kMs}) {
+      for (const Missed& missed : {Missed{0, 0}, Missed{2, 0}, Missed{0, 1}}) {
+        const PipelineOfHosts job(seed, ahead, missed);
+        MergeReport report;
+        const json trace = merged(job.folder, report);
+        const int64_t common = PipelineOfHosts::kSteps - std::max(missed[0], missed[1]);
+        EXPECT_EQ(report.messages, common * 2 * PipelineOfHosts::kMicroBatches);
+        EXPECT_EQ(report.arrows, report.messages);
+        EXPECT_EQ(report.backward, 0);
+        ASSERT_EQ(report.hosts.size(), 2);
+        const MergeReport::Host& second = report.hosts[1];
+        EXPECT_TRUE(second.known);
+        EXPECT_LE(std::abs(second.clock_ahead_ns - ahead), second.clock_error_ns + 1) << "seed " << seed;
+        EXPECT_LE(second.clock_error_ns, PipelineOfHosts::kMostLatency);
+        for (const auto& [way, of_way] : messages_of(trace)) {
+          const size_t later = of_way[0].size() - std::min(of_way[0].size(), of_way[1].size());
+          const size_t earlier = of_way[1].size() - std::min(of_way[0].size(), of_way[1].size());
+          for (size_t i = 0; i + std::max(later, earlier) < std::max(of_way[0].size(), of_way[1].size());
+               ++i) {
+            EXPECT_LE(of_way[0][i + later].first, of_way[1][i + earlier].second + kRounding);
+          }
+        }
+      }
+    }
+  }
+}
+
+/// Nothing bounds how far the receiver's clock is ahead.
+TEST(MergeTraces, MessagesOneWayDoNotTellOfClocks) {
+  const TemporaryFolder folder;
+  SyntheticTrace sender({.rank = 0, .host = "one"}), receiver({.rank = 1, .host = "two"});
+  for (int64_t i = 1; i <= 20; ++i) {
+    sender.add_message("send", 1, i * kMs, i * kMs + 1000);
+    receiver.add_message("recv", 0, i * kMs, i * kMs + 1000);
+  }
+  sender.write(folder);
+  receiver.write(folder);
+  MergeReport report;
+  merged(folder, report);
+  EXPECT_EQ(report.messages, 20);
+  EXPECT_FALSE(report.hosts.at(1).known);
 }
 
 TEST(MergeTraces, HostsThatHaveNothingInCommonAreTold) {

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdlib>
 #include <limits>
 #include <tuple>
@@ -18,7 +19,10 @@ std::vector<std::pair<size_t, size_t>> flows_of(const OperationParts& parts,
                                                 const std::vector<TracedOperation>& operations,
                                                 bool all_pairs, const Clocks& clocks) {
   std::vector<std::pair<size_t, size_t>> flows;
-  if (parts.point_to_point) return {{parts.parts[0], parts.parts[1]}};
+  if (parts.point_to_point) {
+    if (operations[parts.parts[1]].failed) return {};  // it ends whenever it does
+    return {{parts.parts[0], parts.parts[1]}};
+  }
   // A member begins to move data only after all have announced the operation, in operations with a root, too.
   const auto starts = [&](size_t part) {
     return common_time(operations[part].clock, operations[part].start_ns, clocks);
@@ -45,38 +49,75 @@ std::vector<std::pair<size_t, size_t>> flows_of(const OperationParts& parts,
   return flows;
 }
 
+/// Whether a part of an operation with a root waits for another one whatever the backend: NCCL does not make all wait for all.
+bool depends_by_root(const TracedOperation& cause, const TracedOperation& effect) {
+  if (effect.kind == "broadcast" || effect.kind == "scatter") return cause.rank == cause.peer;
+  return (effect.kind == "reduce" || effect.kind == "gather") && effect.rank == effect.peer;
+}
+
 using Queue = std::vector<size_t>;  // operations of one rank, by begin
 
-/// How many receives, or with a minus sends, are without the other part at the begin.
+/// How far from each other the ends are; of those that clocks tell nothing of, how far from their median distance.
+double mean_distance(std::vector<int64_t> apart, bool clocks_are_known) {
+  int64_t usual = 0;
+  if (!clocks_are_known) {
+    const auto middle = apart.begin() + static_cast<std::ptrdiff_t>(apart.size() / 2);
+    std::nth_element(apart.begin(), middle, apart.end());
+    usual = *middle;
+  }
+  double sum = 0;
+  for (const int64_t ns : apart) sum += std::abs(static_cast<double>(ns) - static_cast<double>(usual));
+  return sum / static_cast<double>(apart.size());
+}
+
+/// How many receives, or with a minus sends, are without the other part at the begin. No receive ends before its send has begun,
+/// but by the error of `clocks`, unless they are `exact`, and the ends of both lie close together. Where nothing is known of the
+/// two clocks, their distance is to be even; but there all are taken to belong together from the first on, unless others fit
+/// clearly better.
 int64_t best_shift(const Queue& sends, const Queue& receives, const std::vector<TracedOperation>& operations,
-                   const Clocks& clocks) {
+                   const Clocks& clocks, bool exact) {
   constexpr int64_t kMostShift = 16;
+  constexpr size_t kEnough = 8;  // pairs, to tell how even their distances are
+  if (sends.empty() || receives.empty()) return 0;
+  const std::string &from = operations[sends.front()].clock, &to = operations[receives.front()].clock;
+  const bool known = from == to || (clocks.contains(from) && clocks.contains(to));
+  constexpr int64_t kMostError = 1'000'000'000'000'000'000;  // sums of times don't overflow
+  const int64_t error = exact || !known || from == to
+                            ? 0
+                            : std::min(clocks.at(from).error_ns + clocks.at(to).error_ns, kMostError);
+  const auto times = [&](const Queue& queue, int64_t TracedOperation::*when) {
+    std::vector<int64_t> all;
+    for (const size_t i : queue) all.push_back(common_time(operations[i].clock, operations[i].*when, clocks));
+    return all;
+  };
+  const auto sent = times(sends, &TracedOperation::start_ns),
+             send_ends = times(sends, &TracedOperation::end_ns),
+             ends = times(receives, &TracedOperation::end_ns);
   int64_t best = 0;
   double least = std::numeric_limits<double>::infinity();
   for (int64_t distance = 0; distance <= kMostShift; ++distance) {
     for (const int64_t shift : {distance, -distance}) {
-      double sum = 0;
-      int64_t pairs = 0;
+      std::vector<int64_t> apart;
       bool possible = true;
-      for (size_t i = 0; i < receives.size() && possible; ++i) {
+      for (size_t i = 0; i < ends.size() && possible; ++i) {
         const int64_t at = static_cast<int64_t>(i) - shift;
-        if (at < 0 || at >= static_cast<int64_t>(sends.size())) continue;
-        const TracedOperation& send = operations[sends[static_cast<size_t>(at)]];
-        const TracedOperation& receive = operations[receives[i]];
-        const int64_t end = common_time(receive.clock, receive.end_ns, clocks);
-        possible = common_time(send.clock, send.start_ns, clocks) <= end;
-        sum += std::abs(static_cast<double>(end - common_time(send.clock, send.end_ns, clocks)));
-        ++pairs;
+        if (at < 0 || at >= static_cast<int64_t>(sent.size())) continue;
+        possible = !known || sent[static_cast<size_t>(at)] <= ends[i] + error;
+        apart.push_back(ends[i] - send_ends[static_cast<size_t>(at)]);
       }
-      if (!possible || pairs == 0 || sum / static_cast<double>(pairs) >= least) continue;
-      least = sum / static_cast<double>(pairs);
+      if (!possible || apart.empty()) continue;
+      const bool few = apart.size() < kEnough || 2 * apart.size() < std::min(sends.size(), receives.size());
+      if (!known && shift != 0 && few) continue;
+      const double mean = mean_distance(std::move(apart), known);
+      if (mean >= (known ? least : least / 2)) continue;
+      least = mean;
       best = shift;
     }
   }
   return best;
 }
 
-void match_messages(const std::vector<TracedOperation>& operations, const Clocks& clocks,
+void match_messages(const std::vector<TracedOperation>& operations, const Clocks& clocks, bool exact,
                     std::vector<OperationParts>& matched) {
   using Way = std::tuple<std::string, int64_t, int64_t, int64_t>;  // group, from, to, tag
   std::map<Way, std::pair<Queue, Queue>> ways;
@@ -95,7 +136,7 @@ void match_messages(const std::vector<TracedOperation>& operations, const Clocks
       std::stable_sort(queue->begin(), queue->end(),
                        [&](size_t a, size_t b) { return operations[a].start_ns < operations[b].start_ns; });
     }
-    const int64_t shift = best_shift(sends, receives, operations, clocks);
+    const int64_t shift = best_shift(sends, receives, operations, clocks, exact);
     for (size_t i = 0; i < receives.size(); ++i) {
       const int64_t at = static_cast<int64_t>(i) - shift;
       if (at < 0 || at >= static_cast<int64_t>(sends.size())) continue;
@@ -162,7 +203,7 @@ std::vector<OperationParts> match_operations(const std::vector<TracedOperation>&
                                              const Clocks& clocks) {
   std::vector<OperationParts> matched;
   match_collectives(operations, matched);
-  match_messages(operations, clocks, matched);
+  match_messages(operations, clocks, /*exact=*/true, matched);
   return matched;
 }
 
@@ -173,18 +214,20 @@ std::vector<std::pair<size_t, size_t>> causes_of(const OperationParts& parts,
 }
 
 Clocks offsets_between(const std::vector<TracedOperation>& operations, const std::string& reference) {
-  // Of messages it is not known yet which belong together.
-  std::vector<OperationParts> collectives;
-  match_collectives(operations, collectives);
   flight::ClockBounds bounds;
-  for (const OperationParts& parts : collectives) {
-    if (operations[parts.parts.front()].peer >= 0)
-      continue;  // with a root, NCCL does not make all wait for all
+  const auto add = [&](const OperationParts& parts) {
     for (const auto& [cause, effect] : flows_of(parts, operations, /*all_pairs=*/true, {})) {
-      bounds.add(operations[cause].clock, operations[cause].start_ns, operations[effect].clock,
-                 operations[effect].end_ns);
+      const TracedOperation &first = operations[cause], &second = operations[effect];
+      if (!parts.point_to_point && first.peer >= 0 && !depends_by_root(first, second)) continue;
+      bounds.add(first.clock, first.start_ns, second.clock, second.end_ns);
     }
-  }
+  };
+  std::vector<OperationParts> collectives, messages;
+  match_collectives(operations, collectives);
+  for (const OperationParts& parts : collectives) add(parts);
+  // The clocks tell which messages belong together, as far as collectives have told of the clocks.
+  match_messages(operations, bounds.offsets(reference), /*exact=*/false, messages);
+  for (const OperationParts& parts : messages) add(parts);
   return bounds.offsets(reference);
 }
 

@@ -55,7 +55,9 @@ std::vector<std::pair<size_t, size_t>> causes_of(const OperationParts& parts,
                                                  const std::vector<TracedOperation>& operations,
                                                  const std::map<std::string, flight::ClockOffset>& clocks);
 
-/// How far each machine's clock is ahead of `reference`, from the operations over several of them.
+/// How far each machine's clock is ahead of `reference`, from the operations over several of them: of a collective without a root
+/// no part can end before each other has begun, of one with a root none that needs what another one has, and no receive
+/// before its send has begun. Messages alone tell it where they go both ways.
 std::map<std::string, flight::ClockOffset> offsets_between(const std::vector<TracedOperation>& operations,
                                                            const std::string& reference);
 
