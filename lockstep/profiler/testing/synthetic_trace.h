@@ -52,8 +52,9 @@ class SyntheticTrace {
   }
   void add_operator(const std::string& name, int64_t begin, int64_t end) { add("cpu_op", name, begin, end); }
   void add_collective(const std::string& kind, int64_t sequence, int64_t begin, int64_t end,
-                      int64_t root = -1) {
+                      int64_t root = -1, const std::string& group = "world") {
     nlohmann::ordered_json arguments = operation(kind, sequence, false);
+    arguments["Process Group Key"] = group;
     if (root >= 0) arguments["Peer Rank"] = root;
     add("user_annotation", "lockstep:" + kind, begin, end, 1'000'000'000, std::move(arguments));
   }
