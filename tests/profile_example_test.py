@@ -192,6 +192,14 @@ def test_two_runs_are_compared(programs, profiled, tmp_path):
     assert done.status == OK, done.text
     report = json.loads(done.stdout)
     assert report["change"]["step_ms"] == pytest.approx(report["after"]["step_ms"] - report["before"]["step_ms"])
+    phases = {run: report[run]["phases"] for run in ("before", "after")}
+    for part in ("waiting", "hidden_communication"):
+        assert report["change"]["phases"][part] == pytest.approx(phases["after"][part] - phases["before"][part])
+    assert report["change"]["slowest"]["before"] == report["before"]["slowest"]["rank"]
+    (memory,) = report["change"]["memory"]
+    largest = max((peak["bytes"] + sum(peak["held"].values()), peak["bytes"])
+                  for rank in report["after"]["ranks"] for peak in rank["memory"])  # fmt: skip
+    assert memory["device"] == "CPU" and memory["bytes"]["after"] == largest[1]
     assert "backward" in programs.run("lockstep", "inspect", "trace", "--compare", folder, tmp_path / "second").stdout
 
 

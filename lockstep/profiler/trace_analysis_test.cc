@@ -353,6 +353,53 @@ TEST(TraceAnalysis, ComparesTwoRuns) {
   EXPECT_NEAR(difference["before"]["phases"]["data"], 10, 0.01);
 }
 
+TEST(TraceAnalysis, AComparisonHasMemoryWaitingAndTheSlowestRank) {
+  const TemporaryFolder folder;
+  write_run(folder, "before/", {}, /*slower=*/30);
+  write_run(folder, "after/", {});
+  // Each rank has another peak in a cycle more: of 2 and 4 MiB, then of 1 and 2.
+  for (const auto& [below, unit] : {std::pair("before/", 2 << 20), std::pair("after/", 1 << 20)}) {
+    for (int64_t rank = 0; rank < 2; ++rank) {
+      SyntheticTrace trace({.rank = rank, .held = {{"CPU", {{"parameters", 8 << 20}}}}});
+      trace.add_memory(10 * kMs, (rank + 1) * unit, 0x10);
+      trace.add_step(9, 10 * kMs, 10 * kMs + 1);
+      trace.write(folder, below, /*cycle=*/2);
+    }
+  }
+  const TraceAnalysis before = analyze_traces(folder.path("before"));
+  const TraceAnalysis after = analyze_traces(folder.path("after"));
+  const json change = json::parse(difference_to_json(before, after))["change"];
+  EXPECT_NEAR(change["phases"]["waiting"], after.mean.waiting - before.mean.waiting, 0.001);
+  EXPECT_LT(change["phases"]["waiting"].get<double>(), 0);
+  EXPECT_NEAR(change["phases"]["hidden_communication"],
+              after.mean.hidden_communication - before.mean.hidden_communication, 0.001);
+  EXPECT_EQ(change["slowest"], (json{{"before", 1}, {"after", nullptr}}));
+  ASSERT_EQ(change["memory"].size(), 1);
+  EXPECT_EQ(change["memory"][0]["device"], "CPU");
+  EXPECT_EQ(change["memory"][0]["bytes"], (json{{"before", 4 << 20}, {"after", 2 << 20}}));
+  EXPECT_EQ(change["memory"][0]["held"], (json{{"before", 8 << 20}, {"after", 8 << 20}}));
+  const std::string text = describe_difference(before, after);
+  EXPECT_THAT(text, ContainsRegex("waiting, of the exposed +[0-9.]+ +0.00 +-[0-9.]+\n"));
+  EXPECT_THAT(text, ContainsRegex("communication, hidden +[0-9.]+ +[0-9.]+ +[-+][0-9.]+\n"));
+  EXPECT_THAT(text, ContainsRegex("CPU +4.00 +2.00 +-2.00\n"));
+  EXPECT_THAT(text, ContainsRegex("CPU, from before +8.00 +8.00 +\\+0.00\n"));
+  EXPECT_THAT(text, HasSubstr("Slowest was rank 1: "));
+  EXPECT_THAT(text, HasSubstr("No rank is slowest now."));
+}
+
+TEST(TraceAnalysis, AComparisonTellsNoWaitingThatIsNotKnown) {
+  const TemporaryFolder folder;
+  write_run(folder, "before/", {});
+  write_run(folder, "after/", {}, /*slower=*/0, /*ranks=*/2, /*steps=*/1, /*apart=*/1);
+  const TraceAnalysis before = analyze_traces(folder.path("before"));
+  const TraceAnalysis after = analyze_traces(folder.path("after"));
+  ASSERT_FALSE(after.waiting_is_known);
+  const json change = json::parse(difference_to_json(before, after))["change"];
+  EXPECT_TRUE(change["phases"]["waiting"].is_null());
+  EXPECT_THAT(change["memory"], IsEmpty());
+  EXPECT_THAT(describe_difference(before, after), Not(HasSubstr("waiting, of")));
+}
+
 /// One that takes little is there as well, and what is wrong with the traces of either.
 TEST(TraceAnalysis, AComparisonHasAllOperatorsAndNotes) {
   const TemporaryFolder folder;

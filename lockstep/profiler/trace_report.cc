@@ -59,8 +59,12 @@ std::string name_column(const std::string& text, size_t width) {
   return name + std::string(width - std::min(width, name.size()), ' ');
 }
 
+double in_mebibytes(int64_t bytes) {
+  return static_cast<double>(bytes) / 0x1p20;
+}
+
 std::string mebibytes(int64_t bytes) {
-  return number(static_cast<double>(bytes) / 0x1p20, 1) + " MiB";
+  return number(in_mebibytes(bytes), 1) + " MiB";
 }
 
 void describe_phases(const TraceAnalysis& analysis, std::ostream& out) {
@@ -200,6 +204,21 @@ std::vector<OperatorChange> operator_changes(const TraceAnalysis& before, const 
   return changes;
 }
 
+/// Before and after by device, each of the rank with most.
+std::map<std::string, std::array<MemoryPeak, 2>> compared_peaks(const TraceAnalysis& before,
+                                                                const TraceAnalysis& after) {
+  std::map<std::string, std::array<MemoryPeak, 2>> peaks;
+  for (const size_t run : {size_t{0}, size_t{1}}) {
+    for (const RankProfile& rank : (run == 0 ? before : after).ranks) {
+      for (const MemoryPeak& peak : rank.memory) {
+        MemoryPeak& most = peaks[peak.device][run];
+        if (peak.bytes + peak.held.total() > most.bytes + most.held.total()) most = peak;
+      }
+    }
+  }
+  return peaks;
+}
+
 }  // namespace
 
 std::string describe(const TraceAnalysis& analysis) {
@@ -239,11 +258,31 @@ std::string describe_difference(const TraceAnalysis& before, const TraceAnalysis
   if (first > 0) out << " (" << signed_number(100 * (second - first) / first) << " %)";
   out << "\n\n  " << name_column("", 24) << column("before", 10) << column("after", 10)
       << column("change", 10) << "   (ms)\n";
-  for (const ReportedPhase& phase : kReported) {
-    const double was = before.mean.*phase.part, is = after.mean.*phase.part;
-    out << "  " << name_column(phase.words, 24) << column(number(was), 10) << column(number(is), 10)
+  const auto row = [&](const std::string& words, double was, double is) {
+    out << "  " << name_column(words, 24) << column(number(was), 10) << column(number(is), 10)
         << column(signed_number(is - was), 10) << "\n";
+  };
+  for (const ReportedPhase& phase : kReported)
+    row(phase.words, before.mean.*phase.part, after.mean.*phase.part);
+  out << "\n";
+  if (before.waiting_is_known && after.waiting_is_known) {
+    row("waiting, of the exposed", before.mean.waiting, after.mean.waiting);
   }
+  row("communication, hidden", before.mean.hidden_communication, after.mean.hidden_communication);
+  const auto peaks = compared_peaks(before, after);
+  if (!peaks.empty()) {
+    out << "\nTensors at their peak, of the rank with most:\n\n  " << name_column("", 24)
+        << column("before", 10) << column("after", 10) << column("change", 10) << "   (MiB)\n";
+  }
+  for (const auto& [device, peak] : peaks) {
+    const auto& [was, is] = peak;
+    row(device, in_mebibytes(was.bytes), in_mebibytes(is.bytes));
+    if (was.held.total() == 0 && is.held.total() == 0) continue;
+    row(device + ", from before", in_mebibytes(was.held.total()), in_mebibytes(is.held.total()));
+  }
+  if (before.slowest) out << "\nSlowest was rank " << *before.slowest << ": " << before.why << ".\n";
+  if (after.slowest) out << "\nSlowest is rank " << *after.slowest << ": " << after.why << ".\n";
+  if (before.slowest && !after.slowest) out << "\nNo rank is slowest now.\n";
   out << "\nOperators that differ most:\n";
   for (const OperatorChange& change : operator_changes(before, after)) {
     out << "  " << name_column(change.name, 60) << column(number(change.before, 3), 11)
@@ -256,6 +295,20 @@ std::string difference_to_json(const TraceAnalysis& before, const TraceAnalysis&
   ordered_json phases;
   for (const ReportedPhase& phase : kReported)
     phases[phase.key] = after.mean.*phase.part - before.mean.*phase.part;
+  phases["waiting"] = before.waiting_is_known && after.waiting_is_known
+                          ? ordered_json(after.mean.waiting - before.mean.waiting)
+                          : ordered_json();
+  phases["hidden_communication"] = after.mean.hidden_communication - before.mean.hidden_communication;
+  ordered_json memory = ordered_json::array();
+  for (const auto& [device, peak] : compared_peaks(before, after)) {
+    const auto& [was, is] = peak;
+    memory.push_back({{"device", device},
+                      {"bytes", {{"before", was.bytes}, {"after", is.bytes}}},
+                      {"held", {{"before", was.held.total()}, {"after", is.held.total()}}}});
+  }
+  const auto slowest = [](const TraceAnalysis& analysis) {
+    return analysis.slowest ? ordered_json(*analysis.slowest) : ordered_json();
+  };
   ordered_json operators = ordered_json::array();
   for (const OperatorChange& change : operator_changes(before, after)) {
     operators.push_back({{"name", change.name}, {"before", change.before}, {"after", change.after}});
@@ -265,6 +318,8 @@ std::string difference_to_json(const TraceAnalysis& before, const TraceAnalysis&
                        {"change",
                         {{"step_ms", after.mean.total() - before.mean.total()},
                          {"phases", phases},
+                         {"memory", memory},
+                         {"slowest", {{"before", slowest(before)}, {"after", slowest(after)}}},
                          {"operators", operators}}}});
 }
 
