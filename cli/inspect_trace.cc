@@ -56,7 +56,10 @@ void add_inspect_trace(CLI::App& inspect) {
   auto wishes = std::make_shared<TraceWishes>();
   trace->add_option("DIR", wishes->directory, "The directory with the ranks' traces")->required();
   trace->add_option("--compare", wishes->before, "The traces of an earlier run: say what has changed since");
-  trace->add_option("--merge", wishes->merged, "Write all ranks' traces into this file, on one clock");
+  trace->add_option(
+      "--merge", wishes->merged,
+      "Write all ranks' traces into this file, on one clock; TensorBoard's plug-in reads it if it is "
+      "called all.pt.trace.json and in another folder");
   trace->add_flag("--json", wishes->json, "Write JSON");
   trace->callback([wishes] { inspect_traces(*wishes); });
 }

@@ -121,16 +121,15 @@ def test_holistic_trace_analysis_reads_the_merged_trace(programs, profiled, tmp_
 
 
 def test_tensorboards_plugin_reads_the_merged_trace(programs, profiled, tmp_path):
-    """It takes it for one worker's; a worker's file has torch's name."""
+    """It takes it for one worker's; a worker's file has torch's name, and a run its folder."""
     pytest.importorskip("torch_tb_profiler", reason="reads our traces")
     from torch_tb_profiler.io.cache import Cache
     from torch_tb_profiler.profiler.loader import RunLoader
 
-    merged = tmp_path / "all.json"
-    assert programs.run("lockstep", "inspect", "trace", "--merge", merged, profiled[0]).status == OK
     folder = tmp_path / "merged"
     folder.mkdir()
-    merged.rename(folder / "all.1.pt.trace.json")
+    done = programs.run("lockstep", "inspect", "trace", "--merge", folder / "all.pt.trace.json", profiled[0])
+    assert done.status == OK, done.text
     run = RunLoader("run", str(folder), Cache()).load()
     (profile,) = run.profiles.values()
     products = [row for row in profile.operation_table_by_name["data"] if row["name"] == "aten::addmm"]

@@ -1,7 +1,9 @@
 #include <algorithm>
+#include <filesystem>
 #include <map>
 #include <set>
 #include <sstream>
+#include <system_error>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -212,6 +214,11 @@ void name_rank(const MergedFile& file, MergedTrace& out) {
            {"args", {{"sort_index", rank}}}});
 }
 
+bool lies_in(const std::string& file, const std::string& directory) {
+  std::error_code is_none;  // then the file can't be made
+  return std::filesystem::equivalent(std::filesystem::absolute(file).parent_path(), directory, is_none);
+}
+
 void note_hosts(const MergePlan& plan, MergeReport& report) {
   std::set<std::string> clocks;
   for (const MergedFile& file : plan.files) {
@@ -233,8 +240,10 @@ void note_hosts(const MergePlan& plan, MergeReport& report) {
 }  // namespace
 
 MergeReport merge_traces(const std::string& directory, const std::string& output) {
-  TORCH_CHECK_VALUE(!internal::is_called_like_a_trace(output), output,
-                    " is called like a rank's trace, and would be read as one; call it all.json.gz, say");
+  TORCH_CHECK_VALUE(
+      !internal::is_called_like_a_trace(output) || !lies_in(output, directory), output,
+      " is called like a rank's trace, and would be read as one; call it all.json.gz, say, or write it "
+      "into another folder");
   MergeReport report;
   const MergePlan plan = read_all(directory, report.events);
   report.files = static_cast<int64_t>(plan.files.size());

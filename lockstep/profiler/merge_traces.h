@@ -31,7 +31,8 @@ struct MergeReport {
 /// of a receive its send. Each part says how long it has waited and how long it has moved ("Waiting (us)",
 /// "Moving (us)"). Memory does not grow with the events, only with the group operations. `output` appears as a whole, and is
 /// compressed if it ends with .gz. Throws c10::ValueError that names the file or directory that can't be read, is no trace,
-/// or has those of several runs, and an output that is called like a rank's trace; c10::Error for what can't be written.
+/// or has those of several runs, and an output in the directory that is called like a rank's trace (*.pt.trace.json), as
+/// TensorBoard's plug-in wants it in a folder of its own; c10::Error for what can't be written.
 MergeReport merge_traces(const std::string& directory, const std::string& output);
 
 /// In words; ends with a newline.

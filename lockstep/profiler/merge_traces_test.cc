@@ -368,6 +368,9 @@ TEST(MergeTraces, TheOutputTakesThePlaceOfFilesAlone) {
   EXPECT_THAT(message_of<c10::ValueError>(
                   [&] { merge_traces(folder.path().string(), folder.path("all.pt.trace.json.gz")); }),
               HasSubstr("called like a rank's trace"));
+  std::filesystem::create_directory(folder.path("merged"));
+  merge_traces(folder.path().string(), folder.path("merged/all.pt.trace.json"));
+  EXPECT_TRUE(std::filesystem::is_regular_file(folder.path("merged/all.pt.trace.json")));
 }
 
 TEST(MergeTraces, FilesThatAreNoTracesAreNamed) {

@@ -90,8 +90,8 @@ std::string describe(const TraceAnalysis& analysis);
 /// operators those that take most.
 std::string to_json(const TraceAnalysis& analysis);
 
-/// What has changed from `before` to `after`: phases, waiting and hidden communication, the peaks of memory of the ranks with most,
-/// the slowest rank, and the operators whose time differs most.
+/// What has changed from `before` to `after`: phases, waiting and hidden communication, the peaks of memory of the ranks with
+/// most, the slowest rank, and the operators whose time differs most.
 std::string describe_difference(const TraceAnalysis& before, const TraceAnalysis& after);
 /// {"before", "after", "change": {"step_ms", "phases", "memory", "slowest", "operators"}}; of the step and its phases ms, after
 /// less before, of all else both.

@@ -71,9 +71,12 @@ void add_scopes(const std::vector<ThreadScope>& scopes, EventWriter& writer) {
   }
 }
 
-ordered_json operation_arguments(const flight::ObservedGroup& group, const LoggedOperation& operation) {
+/// `id`: by which TensorBoard's plug-in tells operations apart; Kineto counts those of torch from 1.
+ordered_json operation_arguments(const flight::ObservedGroup& group, const LoggedOperation& operation,
+                                 int64_t id) {
   // Names as those of record_param_comms, where torch has one.
   ordered_json arguments = {
+      {"External id", id},
       {"Collective name", operation.kind},
       {"dtype", operation.dtype},
       {"In msg nelems", operation.input_elements},
@@ -108,7 +111,7 @@ void add_operations(OperationLog::Content content, const std::string& prefix, Ev
     int64_t end_ns;
   };
   std::vector<std::vector<Lane>> lanes(content.groups.size());
-  int64_t rows = kFirstLane;
+  int64_t rows = kFirstLane, id = kFirstLane;
   for (const LoggedOperation& operation : content.operations) {
     if (operation.started_ns == 0 || operation.ended_ns == 0) continue;
     const flight::ObservedGroup& group = content.groups[operation.group];
@@ -121,7 +124,7 @@ void add_operations(OperationLog::Content content, const std::string& prefix, Ev
     }
     lane->end_ns = operation.ended_ns;
     writer.add_span(prefix + ":" + operation.kind, lane->row, operation.started_ns, operation.ended_ns,
-                    operation_arguments(group, operation));
+                    operation_arguments(group, operation, id++));
   }
 }
 

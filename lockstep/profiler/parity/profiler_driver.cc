@@ -6,7 +6,8 @@
 //   events            for each line of standard input, a list of events as profiler_test.py makes them, the averages and
 //                     their tables with a card's columns, as JSON
 //   model             a small training, as profiler_test.py does it: its averages and their tables, as JSON
-//   traces DIR RANK   two cycles of it, as the handler for TensorBoard writes them, with operations of a group
+//   traces DIR RANK AS
+//                     two cycles of it, as the handler for TensorBoard writes them, with operations AS:all_reduce of a group
 //   level             the environment variable that keeps Kineto quiet, as main() finds it
 //   own DIR           steps of it, the later ones with a Profiler, whatever LOCKSTEP_PROFILE has begun before
 #include <cstdint>
@@ -209,7 +210,7 @@ void profile_model() {
             << "\n";
 }
 
-void write_traces(const std::string& folder, int rank) {
+void write_traces(const std::string& folder, int rank, const std::string& collectives_as) {
   const Model model;
   lockstep::set_world_defaults({.rank = rank, .world_size = 2});
   const auto group = std::make_shared<const lockstep::flight::ObservedGroup>(
@@ -219,7 +220,7 @@ void write_traces(const std::string& folder, int rank) {
   options.schedule = lockstep::profiler::schedule({.warmup = 1, .active = 3, .repeat = 2});
   options.on_trace_ready =
       lockstep::profiler::tensorboard_trace_handler(folder, "rank" + std::to_string(rank));
-  options.collectives_as = "gloo";
+  options.collectives_as = collectives_as;
   Profiler profile(options);
   for (uint64_t step = 1; step <= 8; ++step) {
     model.step();
@@ -257,8 +258,8 @@ LOCKSTEP_DRIVER(profiler_driver) {
     answer_events();
   } else if (what == "model") {
     profile_model();
-  } else if (what == "traces" && argc > 3) {
-    write_traces(argv[2], std::stoi(argv[3]));
+  } else if (what == "traces" && argc > 4) {
+    write_traces(argv[2], std::stoi(argv[3]), argv[4]);
   } else if (what == "level") {
     std::cout << lockstep::environment::text("KINETO_LOG_LEVEL").value_or("none") << "\n";
   } else if (what == "own" && argc > 2) {

@@ -1,7 +1,9 @@
 """Schedules, operators and tables against torch.profiler's, and what reads its traces on ours."""
 
 import json
+import pathlib
 import random
+import shutil
 import warnings
 
 import pytest
@@ -216,11 +218,15 @@ def test_averages_and_tables_with_devices_are_torchs(ask_driver):
     assert any("Self CUDA %" in header and "Self CUDA Mem" in header and "Input Shapes" in header for header in headers)
 
 
+def write_traces(run_driver, folder, collectives_as):
+    for rank in range(RANKS):
+        run_driver("profiler_driver", "traces", folder, rank, collectives_as)
+
+
 @pytest.fixture(scope="module")
 def traces(run_driver, tmp_path_factory):
     folder = tmp_path_factory.mktemp("traces")
-    for rank in range(RANKS):
-        run_driver("profiler_driver", "traces", folder, rank)
+    write_traces(run_driver, folder, "gloo")
     return folder
 
 
@@ -257,16 +263,21 @@ def test_what_the_variable_has_begun_gives_way_to_a_programs_own_profiler(run_dr
     assert len(list((tmp_path / "own").iterdir())) == 1
 
 
-def test_tensorboards_plugin_reads_traces(traces):
+@pytest.mark.parametrize("collectives_as", ["gloo", "nccl"])
+def test_tensorboards_plugin_reads_traces(run_driver, tmp_path, collectives_as):
     pytest.importorskip("torch_tb_profiler", reason="reads our traces")
     from torch_tb_profiler.io.cache import Cache
     from torch_tb_profiler.profiler.loader import RunLoader
 
-    run = RunLoader("run", str(traces), Cache()).load()
+    write_traces(run_driver, tmp_path, collectives_as)
+    run = RunLoader("run", str(tmp_path), Cache()).load()
     assert sorted(run.workers) == ["All", "rank0", "rank1"]
     for (worker, _), profile in run.profiles.items():
         if worker == "All":  # the distributed view
             assert sorted(profile.steps_to_wait["data"]["all"]) == ["rank0", "rank1"]
+            assert len(profile.steps_to_wait["data"]) == 1 + 3  # all, and each
+            for of_worker in profile.comm_ops["data"].values():
+                assert [row[:2] for row in of_worker["rows"]] == [[f"{collectives_as}:all_reduce", 3]]
         else:
             assert "aten::linear" in {row["name"] for row in profile.operation_table_by_name["data"]}
             assert profile.has_communication
@@ -279,3 +290,18 @@ def test_holistic_trace_analysis_reads_traces(traces):
     assert sorted(analysis.t.traces) == list(range(RANKS))
     for rank in range(RANKS):
         assert len(analysis.t.get_trace(rank)) > 50
+
+
+def test_holistic_trace_analysis_finds_the_ranks_in_a_folder(traces, tmp_path):
+    """By a pattern of its own in the files. Of several cycles it takes any, and not the same for all ranks."""
+    hta = pytest.importorskip("hta.trace_analysis", reason="reads our traces")
+    for rank in range(RANKS):
+        shutil.copy(sorted(traces.glob(f"rank{rank}.*"))[0], tmp_path)
+    analysis = hta.TraceAnalysis(trace_dir=str(tmp_path))
+    for rank, path in analysis.t.trace_files.items():
+        assert pathlib.Path(path).name.startswith(f"rank{rank}.")
+    assert sorted(analysis.t.traces) == list(range(RANKS))
+    assert analysis.get_profiler_steps() == [1, 2]  # without the last one
+    overlap = analysis.get_comm_comp_overlap(visualize=False)
+    assert list(overlap["rank"]) == list(range(RANKS))
+    assert overlap["comp_comm_overlap_pctg"].isna().all()  # of kernels, which there are none
