@@ -348,6 +348,55 @@ TEST(MergeTraces, NumbersOfArrowsStayApart) {
   EXPECT_NE(begins[0]["id"], begins[1]["id"]);
 }
 
+/// Kineto gives a GPU its number as a process, so those of all ranks are alike, and bars of its own a name in place of one. An
+/// arrow leads from the call that launches a kernel to it.
+TEST(MergeTraces, DevicesAreProcessesOfTheirRank) {
+  const TemporaryFolder folder;
+  const json more = json::parse(R"([
+    {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "train"}},
+    {"ph": "M", "name": "process_labels", "pid": 1, "tid": 0, "args": {"labels": "GPU 1"}},
+    {"ph": "X", "cat": "Trace", "name": "Profiler", "pid": "Spans", "tid": "Profiler", "ts": 0, "dur": 5},
+    {"ph": "s", "cat": "ac2g", "name": "ac2g", "id": 5, "pid": -1, "tid": 77, "ts": 0},
+    {"ph": "f", "cat": "ac2g", "name": "ac2g", "id": 5, "pid": 0, "tid": 7, "ts": 2, "bp": "e"}])");
+  for (int64_t rank = 0; rank < 2; ++rank) {
+    SyntheticTrace of_rank({.rank = rank});
+    of_rank.add("cuda_runtime", "cudaLaunchKernel", 0, 1000);
+    of_rank.add_kernel("kernel", "gemm", 2000, 3000, /*device=*/0);
+    of_rank.add_kernel("gpu_memcpy", "Memcpy HtoD", 3000, 4000, /*device=*/1);
+    json trace = json::parse(of_rank.text());
+    for (json event : more) {
+      if (event["pid"] == -1) event["pid"] = of_rank.pid();
+      trace["traceEvents"].push_back(event);
+    }
+    folder.write("rank" + std::to_string(rank) + ".pt.trace.json", trace.dump());
+  }
+  MergeReport report;
+  const json trace = merged(folder, report);
+  std::map<std::string, std::vector<std::string>> processes;  // by what is there
+  for (const json& event : events_of(trace, "X")) processes[event["name"]].push_back(event["pid"].dump());
+  EXPECT_THAT(processes["cudaLaunchKernel"], ElementsAre("0", "1"));
+  EXPECT_THAT(processes["gemm"], ElementsAre("1000000", "2000000"));
+  EXPECT_THAT(processes["Memcpy HtoD"], ElementsAre("1000001", "2000001"));
+  EXPECT_THAT(processes["Profiler"], ElementsAre("\"rank 0 Spans\"", "\"rank 1 Spans\""));
+  std::map<std::string, std::string> about;  // by the event's name and the process
+  for (const json& event : events_of(trace, "M")) {
+    const json& arguments = event["args"];
+    about[event["name"].get<std::string>() + " " + event["pid"].dump()] =
+        arguments.value("name", arguments.value("labels", ""));
+  }
+  EXPECT_EQ(about["process_name 0"], "rank 0 (one)");
+  EXPECT_EQ(about["process_name 1000001"], "rank 0: train");
+  EXPECT_EQ(about["process_name 2000001"], "rank 1: train");
+  EXPECT_EQ(about["process_labels 2000001"], "GPU 1");
+  std::map<int64_t, std::vector<std::string>> arrows;  // from and to, by id
+  for (const char* phase : {"s", "f"}) {
+    for (const json& event : events_of(trace, phase)) arrows[event["id"]].push_back(event["pid"].dump());
+  }
+  ASSERT_EQ(arrows.size(), 2) << "of each rank";
+  EXPECT_THAT(arrows.begin()->second, ElementsAre("0", "1000000"));
+  EXPECT_THAT(arrows.rbegin()->second, ElementsAre("1", "2000000"));
+}
+
 TEST(MergeTraces, SeveralRunsAreNotMerged) {
   const TemporaryFolder folder;
   for (const int run : {1, 2}) SyntheticTrace({.pid = 1000 * run}).write(folder, "", run);

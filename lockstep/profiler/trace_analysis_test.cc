@@ -150,11 +150,11 @@ class RandomRank {
       add_spans(3, of_functions, "cpu_op", "autograd::engine::evaluate_function: MmBackward0", thread);
     }
     if (gpu) {
-      add_span({&computing_}, "kernel", "gemm", kOtherThread);
+      add_span({&computing_}, "kernel", "gemm", kStream);
       for (const char* category : {"kernel", "gpu_memcpy", "gpu_memset"}) {
-        add_spans(4, {&computing_}, category, "gemm", kOtherThread);
+        add_spans(4, {&computing_}, category, "gemm", kStream);
       }
-      add_spans(3, {}, "kernel", "ncclDevKernel_AllReduce", kOtherThread);  // our operations tell of it
+      add_spans(3, {}, "kernel", "ncclDevKernel_AllReduce", kStream);  // our operations tell of it
     }
     add_spans(3, {}, "cpu_op", "c10d::allreduce_");
     add_spans(3, {}, "user_annotation", "forward", kOtherThread);  // of a loader, say
@@ -193,7 +193,7 @@ class RandomRank {
   SyntheticTrace trace;
 
  private:
-  static constexpr int64_t kThread = SyntheticTrace::kThread, kOtherThread = kThread + 1;
+  static constexpr int64_t kThread = SyntheticTrace::kThread, kOtherThread = kThread + 1, kStream = 7;
 
   int64_t below(int64_t most) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(most)); }
   void add_span(const std::vector<Milliseconds*>& what, const std::string& category, const std::string& name,
@@ -475,6 +475,84 @@ TEST(TraceAnalysis, MemoryPeaksTellWhatItsBlocksAreFor) {
   const json told = json::parse(to_json(analysis))["ranks"][0]["memory"][0];
   EXPECT_EQ(told["optimizer_state"], 16 << 20);
   EXPECT_EQ(told["temporary"], (8 + 128) << 20);
+}
+
+/// What the host does beside it hides nothing, and kernels that communicate do not compute.
+TEST(TraceAnalysis, CommunicationOfAGpuIsExposedWhereNoKernelRunsBesideIt) {
+  const TemporaryFolder folder;
+  SyntheticTrace trace({.world_size = 1});
+  trace.add_step(1, 0, 100 * kMs);
+  trace.add("user_annotation", "forward", 0, 20 * kMs);
+  trace.add_operator("autograd::engine::evaluate_function: MmBackward0", 20 * kMs, 30 * kMs);
+  trace.add_kernel("kernel", "gemm", 5 * kMs, 60 * kMs);
+  trace.add_kernel("gpu_memcpy", "Memcpy DtoD", 60 * kMs, 65 * kMs);
+  trace.add_kernel("gpu_memset", "Memset", 65 * kMs, 67 * kMs, /*device=*/1);
+  trace.add_kernel("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 52 * kMs, 90 * kMs);
+  trace.add_collective("all_reduce", 1, 50 * kMs, 90 * kMs);
+  trace.add_operator("aten::item", 70 * kMs, 80 * kMs);
+  trace.add_operator("aten::add_", 92 * kMs, 97 * kMs);
+  trace.write(folder);
+  const TraceAnalysis analysis = analyze_traces(folder.path().string());
+  expect_shares(analysis.mean, {.data = 0,
+                                .forward = 20,
+                                .backward = 10,
+                                .communication = 90 - 67,
+                                .optimizer = 5,
+                                .idle = (67 - 30) + 2 + 3,
+                                .hidden_communication = 67 - 50,
+                                .waiting = 0});
+  std::vector<std::string> operators;
+  for (const OperatorTime& one : analysis.operators) operators.push_back(one.name);
+  EXPECT_THAT(operators, Not(Contains("gemm"))) << "kernels are none";
+}
+
+/// As in Python's traces: the kernels' names tell of NCCL's operations.
+TEST(TraceAnalysis, KernelsOfNcclAreCommunicationWhereNothingElseTells) {
+  const TemporaryFolder folder;
+  SyntheticTrace trace({.world_size = 1, .tells_process = false});
+  trace.add_step(1, 0, 100 * kMs);
+  trace.add_operator("aten::mm", 0, 10 * kMs);
+  trace.add_kernel("kernel", "gemm", 0, 60 * kMs);
+  trace.add_kernel("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 40 * kMs, 80 * kMs);
+  trace.write(folder);
+  const TraceAnalysis analysis = analyze_traces(folder.path().string());
+  expect_shares(analysis.mean, {.data = 0,
+                                .forward = 10,
+                                .backward = 0,
+                                .communication = 20,
+                                .optimizer = 0,
+                                .idle = 70,
+                                .hidden_communication = 20,
+                                .waiting = 0});
+}
+
+/// Which have blocks at the same addresses.
+TEST(TraceAnalysis, MemoryPeaksAreOfEachDevice) {
+  const TemporaryFolder folder;
+  SyntheticTrace trace({.world_size = 1});
+  trace.add_step(1, 0, 100 * kMs);
+  trace.add("user_annotation", "forward", 0, 40 * kMs);
+  trace.add_operator("autograd::engine::evaluate_function: MmBackward0", 50 * kMs, 90 * kMs);
+  for (const int64_t gpu : {-1, 0, 1}) {
+    const int64_t unit = int64_t{1} << (20 + gpu + 1);  // 1, 2 and 4 MiB
+    trace.add_memory((10 + gpu) * kMs, unit, 0x10, gpu);
+    trace.add_memory((20 + gpu) * kMs, unit, 0x20, gpu);
+    trace.add_memory((30 + gpu) * kMs, -unit, 0x20, gpu);
+    trace.add_memory((60 + gpu) * kMs, -unit, 0x10, gpu);
+  }
+  trace.write(folder);
+  const TraceAnalysis analysis = analyze_traces(folder.path().string());
+  const auto& memory = analysis.ranks.at(0).memory;
+  ASSERT_EQ(memory.size(), 3);
+  const char* const names[] = {"CPU", "CUDA 0", "CUDA 1"};
+  for (size_t i = 0; i < memory.size(); ++i) {
+    const int64_t unit = int64_t{1} << (20 + i);
+    EXPECT_EQ(memory[i].device, names[i]);
+    EXPECT_EQ(memory[i].bytes, 2 * unit);
+    EXPECT_EQ(memory[i].activations, unit);
+    EXPECT_EQ(memory[i].temporary, unit);
+  }
+  EXPECT_THAT(describe(analysis), HasSubstr("rank 0, CUDA 1: 8.0 MiB (inputs 0.0 MiB, activations 4.0 MiB"));
 }
 
 /// The cycle with the most is told, and a device of which there is nothing else.

@@ -19,12 +19,15 @@ namespace {
 using profiler::testing::SyntheticTrace;
 
 SyntheticTrace small_trace(int64_t rank) {
-  SyntheticTrace trace({.rank = rank, .host = rank == 0 ? "one" : "other"});
+  SyntheticTrace trace({.rank = rank,
+                        .host = rank == 0 ? "one" : "other",
+                        .held = {{"CPU", {{"parameters", 64}, {"gradients", 64}}}}});
   trace.add_step(1, 0, 1000);
   trace.add_operator("aten::mm", 10, 500);
   trace.add_collective("all_reduce", 1, 100, 700);
   trace.add_message(rank == 0 ? "send" : "recv", 1 - rank, 700, 800);
   trace.add_memory(20, 64, 1);
+  trace.add_kernel("kernel", "gemm", 200, 600);
   return trace;
 }
 

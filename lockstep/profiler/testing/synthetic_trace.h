@@ -63,7 +63,21 @@ class SyntheticTrace {
     arguments["Peer Rank"] = peer;
     add("user_annotation", "lockstep:" + kind, begin, end, 1'000'000'001, std::move(arguments));
   }
-  void add_memory(int64_t at, int64_t bytes, int64_t address) {
+  /// On a stream of a GPU, whose number stands for a process, as in Kineto's traces. `category`: "kernel", "gpu_memcpy" or
+  /// "gpu_memset".
+  void add_kernel(const std::string& category, const std::string& name, int64_t begin, int64_t end,
+                  int64_t device = 0) {
+    events_.push_back({{"ph", "X"},
+                       {"cat", category},
+                       {"name", name},
+                       {"pid", device},
+                       {"tid", 7},
+                       {"ts", time(begin)},
+                       {"dur", microseconds(end - begin)},
+                       {"args", {{"device", device}, {"stream", 7}}}});
+  }
+  /// `gpu`: its number; -1: the CPU's.
+  void add_memory(int64_t at, int64_t bytes, int64_t address, int64_t gpu = -1) {
     events_.push_back(
         {{"ph", "i"},
          {"cat", "cpu_instant_event"},
@@ -71,7 +85,8 @@ class SyntheticTrace {
          {"pid", pid()},
          {"tid", kThread},
          {"ts", time(at)},
-         {"args", {{"Device Type", 0}, {"Device Id", -1}, {"Bytes", bytes}, {"Addr", address}}}});
+         {"args",
+          {{"Device Type", gpu < 0 ? 0 : 1}, {"Device Id", gpu}, {"Bytes", bytes}, {"Addr", address}}}});
   }
 
   std::string text() const {
