@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <lockstep/collectives/functional.h>
+#include <lockstep/optim/optimizer_state_dict.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/parallel/ddp/join.h>
@@ -89,6 +90,24 @@ void expect_steps_of_the_plain_optimizer(const std::string& name, const Options&
     EXPECT_EQ(count.item<int64_t>(), plain.state().size()) << where;
     EXPECT_TRUE(zero.state().empty());
   }
+}
+
+TEST(ZeroRedundancyOptimizer, ItsTensorsHereAreThoseOfThisRanksPart) {
+  run_ranks(2, [](int) {
+    auto world = init_process_group();
+    const Tensors parameters = make_parameters();
+    ZeroRedundancyOptimizer optimizer(parameters, optimizer_class<optim::Adam>(optim::AdamOptions(0.1)));
+    EXPECT_TRUE(optimizer_state_tensors(optimizer).empty()) << "before the first step";
+    set_gradients(parameters, 0);
+    optimizer.step();
+    int64_t whole = 0, here = 0;
+    for (const auto& parameter : parameters) whole += 2 * parameter.numel();  // Adam's two
+    for (const auto& tensor : optimizer_state_tensors(optimizer)) here += tensor.numel();
+    EXPECT_LT(here, whole);
+    auto sum = torch::tensor({here});
+    all_reduce(sum, ReduceOp::SUM);
+    EXPECT_EQ(sum.item<int64_t>(), whole);
+  });
 }
 
 TEST(ZeroRedundancyOptimizer, StepsAsThePlainOptimizerDoes) {
