@@ -1,5 +1,7 @@
+#include <cmath>
 #include <gmock/gmock.h>
 #include <thread>
+#include <utility>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -131,6 +133,30 @@ TEST_P(CollectivesOverRanks, RoundingIsTheSameOnAllRanksAndInTwoRuns) {
         for (int peer = 0; peer < world.size(); ++peer) all.push_back(at::empty_like(first));
         all_gather(all, first);
         for (const at::Tensor& other : all) ASSERT_TRUE(at::equal(other, first));
+      }
+    }
+  });
+}
+
+TEST_P(CollectivesOverRanks, AveragesOfLargeNumbersAreFinite) {
+  run_ranks(GetParam(), [](int) {
+    auto world = init_process_group();
+    const std::vector<std::pair<at::ScalarType, double>> numbers = {{at::kHalf, 60000},
+                                                                    {at::kBFloat16, std::ldexp(1, 127)},
+                                                                    {at::kFloat, std::ldexp(1, 127)},
+                                                                    {at::kDouble, std::ldexp(1, 1023)}};
+    for (const auto& [type, number] : numbers) {
+      for (const int64_t numel : {10, 30000}) {
+        const at::Tensor input = at::full({numel}, number, type);
+        at::Tensor staged = input.clone();
+        all_reduce(staged, ReduceOp::AVG);
+        EXPECT_TRUE(at::equal(staged, input)) << type << ' ' << numel;
+        at::Tensor shared = shared_copy(input);
+        all_reduce(shared, ReduceOp::AVG);
+        EXPECT_TRUE(at::equal(shared, input)) << type << ' ' << numel;
+        at::Tensor piece = at::zeros_like(input);
+        reduce_scatter_tensor(piece, input.repeat({world.size()}), ReduceOp::AVG);
+        EXPECT_TRUE(at::equal(piece, input)) << type << ' ' << numel;
       }
     }
   });

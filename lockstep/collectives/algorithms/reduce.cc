@@ -29,7 +29,7 @@ class ReduceCombiner final : public transport::PayloadCombiner {
   ReduceCombiner(const ReduceKernels& kernels, int ranks, size_t count)
       : kernels_(kernels), ranks_(ranks), count_(count) {}
   void combine(void* partial, const std::vector<const void*>& inputs) const override {
-    kernels_.partial(partial, inputs.data(), inputs.size(), count_);
+    kernels_.partial(partial, inputs.data(), inputs.size(), ranks_, count_);
   }
   void finish(void* result, const std::vector<const void*>& partials) const override {
     kernels_.finish(&result, 1, partials.data(), partials.size(), ranks_, count_);

@@ -79,7 +79,8 @@ struct Xor {
   }
 };
 
-// ---- Endings: what becomes of the folded value before it is stored.
+// ---- Beginnings and endings: what becomes of each input before it is folded, and of the folded value before it is
+// stored.
 
 struct Keep {
   template <class V>
@@ -95,8 +96,6 @@ struct Over {
     return value / divisor;
   }
 };
-/// For divisors that are powers of two: the product with the inverse, which is exact, is the same number as
-/// the quotient, rounded the same way, and costs a tenth.
 template <class Value>
 struct Times {
   Value factor;
@@ -122,21 +121,28 @@ struct Truncated {
 };
 
 // ---- Folding: from inputs to outputs. First is the format of inputs[0], In that of the others, Out the
-// outputs'.
+// outputs'. A First that is not In is a result so far, to which the beginning was applied already.
 
-template <class First, class In, class Out, class Operation, class V, size_t kVectors, class Ending>
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+
+template <class First, class In, class Out, class Operation, class V, size_t kVectors, class Beginning,
+          class Ending>
 LOCKSTEP_INLINE void fold_at(size_t index, const char* const* inputs, size_t n_inputs, V (&result)[kVectors],
-                             Ending ending) {
+                             Beginning beginning, Ending ending) {
   constexpr size_t kLanes = sizeof(V) / sizeof(typename In::Value);
   LOCKSTEP_UNROLL
   for (size_t u = 0; u < kVectors; ++u) {
     result[u] = First::template load<V>(inputs[0] + (index + u * kLanes) * First::kSize);
+    if constexpr (kSame<First, In>) result[u] = beginning(result[u]);
   }
   for (size_t k = 1; k < n_inputs; ++k) {
     LOCKSTEP_UNROLL
     for (size_t u = 0; u < kVectors; ++u) {
-      result[u] =
-          Operation::apply(result[u], In::template load<V>(inputs[k] + (index + u * kLanes) * In::kSize));
+      const V value = In::template load<V>(inputs[k] + (index + u * kLanes) * In::kSize);
+      result[u] = Operation::apply(result[u], beginning(value));
     }
   }
   LOCKSTEP_UNROLL
@@ -157,9 +163,9 @@ LOCKSTEP_INLINE void store_at(size_t index, char* const* outputs, size_t n_outpu
 
 /// One pass; every input element is read before any output element of the same chunk is written, which is
 /// what lets outputs be inputs. Inlined where n_inputs and n_outputs are constants, and where they are not.
-template <class First, class In, class Out, class Operation, class Ending>
+template <class First, class In, class Out, class Operation, class Beginning, class Ending>
 LOCKSTEP_INLINE void fold_pass(char* const* outputs, size_t n_outputs, const char* const* inputs,
-                               size_t n_inputs, size_t count, Ending ending) {
+                               size_t n_inputs, size_t count, Beginning beginning, Ending ending) {
   using Value = typename In::Value;
   using V = Vector<Value>;
   constexpr size_t kLanes = sizeof(V) / sizeof(Value);
@@ -167,7 +173,7 @@ LOCKSTEP_INLINE void fold_pass(char* const* outputs, size_t n_outputs, const cha
   if (count < kLanes) {
     for (size_t i = 0; i < count; ++i) {
       Value result[1];
-      fold_at<First, In, Out, Operation>(i, inputs, n_inputs, result, ending);
+      fold_at<First, In, Out, Operation>(i, inputs, n_inputs, result, beginning, ending);
       store_at<Out>(i, outputs, n_outputs, result);
     }
     return;
@@ -175,16 +181,16 @@ LOCKSTEP_INLINE void fold_pass(char* const* outputs, size_t n_outputs, const cha
   // The last vector overlaps the one before it, so it is computed while all inputs are untouched, and stored
   // last.
   V last[1];
-  fold_at<First, In, Out, Operation>(count - kLanes, inputs, n_inputs, last, ending);
+  fold_at<First, In, Out, Operation>(count - kLanes, inputs, n_inputs, last, beginning, ending);
   size_t i = 0;
   for (; i + kChunk <= count; i += kChunk) {
     V result[kUnroll];
-    fold_at<First, In, Out, Operation>(i, inputs, n_inputs, result, ending);
+    fold_at<First, In, Out, Operation>(i, inputs, n_inputs, result, beginning, ending);
     store_at<Out>(i, outputs, n_outputs, result);
   }
   for (; i + kLanes <= count; i += kLanes) {
     V result[1];
-    fold_at<First, In, Out, Operation>(i, inputs, n_inputs, result, ending);
+    fold_at<First, In, Out, Operation>(i, inputs, n_inputs, result, beginning, ending);
     store_at<Out>(i, outputs, n_outputs, result);
   }
   store_at<Out>(count - kLanes, outputs, n_outputs, last);
@@ -192,24 +198,24 @@ LOCKSTEP_INLINE void fold_pass(char* const* outputs, size_t n_outputs, const cha
 
 /// The same for at most kFan others and kFan outputs, not inlined. The pointers are copied, for a store
 /// through them can not change the copies, as far as the compiler knows.
-template <class First, class In, class Out, class Operation, class Ending>
+template <class First, class In, class Out, class Operation, class Beginning, class Ending>
 __attribute__((noinline)) void fold_few(void* const* outputs, size_t n_outputs, const void* first,
                                         const void* const* others, size_t n_others, size_t begin,
-                                        size_t count, Ending ending) {
+                                        size_t count, Beginning beginning, Ending ending) {
   const char* in[kFan + 1];
   char* out[kFan];
   in[0] = static_cast<const char*>(first);
   for (size_t k = 0; k < n_others; ++k) in[k + 1] = static_cast<const char*>(others[k]) + begin * In::kSize;
   for (size_t j = 0; j < n_outputs; ++j) out[j] = static_cast<char*>(outputs[j]);
-  fold_pass<First, In, Out, Operation>(out, n_outputs, in, n_others + 1, count, ending);
+  fold_pass<First, In, Out, Operation>(out, n_outputs, in, n_others + 1, count, beginning, ending);
 }
 
 /// The same for any number of inputs and outputs: a block of the range at a time, folded kFan inputs at a
 /// time into an accumulator that stays in the L1 cache, as do the first outputs, of which the others are
 /// copies.
-template <class In, class Out, class Operation, class Ending>
+template <class In, class Out, class Operation, class Beginning, class Ending>
 __attribute__((noinline)) void fold_many(void* const* outputs, size_t n_outputs, const void* const* inputs,
-                                         size_t n_inputs, size_t count, Ending ending) {
+                                         size_t n_inputs, size_t count, Beginning beginning, Ending ending) {
   using Accumulator = Plain<typename In::Value>;
   constexpr size_t kBlock = kBlockBytes / Accumulator::kSize;
   alignas(64) char accumulator[kBlockBytes];
@@ -222,17 +228,17 @@ __attribute__((noinline)) void fold_many(void* const* outputs, size_t n_outputs,
     const void* first = static_cast<const char*>(inputs[0]) + begin * In::kSize;
     if (n_inputs <= kFan + 1) {
       fold_few<In, In, Out, Operation>(direct, n_direct, first, inputs + 1, n_inputs - 1, begin, length,
-                                       ending);
+                                       beginning, ending);
     } else {
       fold_few<In, In, Accumulator, Operation>(into_accumulator, 1, first, inputs + 1, kFan, begin, length,
-                                               Keep{});
+                                               beginning, Keep{});
       size_t done = kFan + 1;
       for (; n_inputs - done > kFan; done += kFan) {
         fold_few<Accumulator, In, Accumulator, Operation>(into_accumulator, 1, accumulator, inputs + done,
-                                                          kFan, begin, length, Keep{});
+                                                          kFan, begin, length, beginning, Keep{});
       }
       fold_few<Accumulator, In, Out, Operation>(direct, n_direct, accumulator, inputs + done, n_inputs - done,
-                                                begin, length, ending);
+                                                begin, length, beginning, ending);
     }
     for (size_t j = n_direct; j < n_outputs; ++j) {
       __builtin_memcpy(static_cast<char*>(outputs[j]) + begin * Out::kSize, direct[0], length * Out::kSize);
@@ -240,82 +246,111 @@ __attribute__((noinline)) void fold_many(void* const* outputs, size_t n_outputs,
   }
 }
 
-template <class In, class Out, class Operation, class Ending>
+template <class In, class Out, class Operation, class Beginning, class Ending>
 LOCKSTEP_INLINE void fold(void* const* outputs, size_t n_outputs, const void* const* inputs, size_t n_inputs,
-                          size_t count, Ending ending) {
+                          size_t count, Beginning beginning, Ending ending) {
   if (n_inputs == 2 && (n_outputs == 1 || n_outputs == 2)) {
     const char* const in[] = {static_cast<const char*>(inputs[0]), static_cast<const char*>(inputs[1])};
     char* const out[] = {static_cast<char*>(outputs[0]), static_cast<char*>(outputs[n_outputs - 1])};
     if (n_outputs == 1) {
-      fold_pass<In, In, Out, Operation>(out, 1, in, 2, count, ending);
+      fold_pass<In, In, Out, Operation>(out, 1, in, 2, count, beginning, ending);
     } else {
-      fold_pass<In, In, Out, Operation>(out, 2, in, 2, count, ending);
+      fold_pass<In, In, Out, Operation>(out, 2, in, 2, count, beginning, ending);
     }
   } else if (n_inputs <= kFan + 1 && n_outputs <= kFan) {
     fold_few<In, In, Out, Operation>(outputs, n_outputs, inputs[0], inputs + 1, n_inputs - 1, 0, count,
-                                     ending);
+                                     beginning, ending);
   } else {
-    fold_many<In, Out, Operation>(outputs, n_outputs, inputs, n_inputs, count, ending);
+    fold_many<In, Out, Operation>(outputs, n_outputs, inputs, n_inputs, count, beginning, ending);
   }
 }
 
 // ---- The table.
 
 /// The three functions of one combination. Format is the elements' and Partial the partial results' format.
-template <class Format, class Partial, class Operation, bool kAverage>
+template <class Format, class Partial, class Operation>
 struct Kernels {
+  static void reduce(void* const* outputs, size_t n_outputs, const void* const* inputs, size_t n_inputs,
+                     size_t count) {
+    fold<Format, Format, Operation>(outputs, n_outputs, inputs, n_inputs, count, Keep{}, Keep{});
+  }
+  static void partial(void* accumulator, const void* const* inputs, size_t n_inputs, int64_t, size_t count) {
+    fold<Format, Partial, Operation>(&accumulator, 1, inputs, n_inputs, count, Keep{}, Keep{});
+  }
+  static void finish(void* const* outputs, size_t n_outputs, const void* const* accumulators,
+                     size_t n_accumulators, int64_t, size_t count) {
+    fold<Partial, Format, Operation>(outputs, n_outputs, accumulators, n_accumulators, count, Keep{}, Keep{});
+  }
+};
+
+/// The same for averages of floating-point numbers. Each input is multiplied by a power of two, so that no sum is
+/// beyond the largest input; this is exact but for denormals. The sum is divided by the rest of the divisor.
+template <class Format, class Partial>
+struct FloatingAverage {
   using Value = typename Format::Value;
 
-  template <class In>
+  /// The first power of two that is no less than the divisor.
+  static LOCKSTEP_INLINE int64_t power_of(int64_t divisor) {
+    int64_t power = 1;
+    while (power < divisor) power *= 2;
+    return power;
+  }
+  static LOCKSTEP_INLINE Times<Value> beginning_for(int64_t divisor) {
+    return {Value(1) / static_cast<Value>(power_of(divisor))};
+  }
+  template <class In, class Beginning>
   static LOCKSTEP_INLINE void end(void* const* outputs, size_t n_outputs, const void* const* inputs,
-                                  size_t n_inputs, int64_t divisor, size_t count) {
-    constexpr int64_t kExactPowers = int64_t{1} << 30;
-    if constexpr (!kAverage) {
-      fold<In, Format, Operation>(outputs, n_outputs, inputs, n_inputs, count, Keep{});
-    } else if (divisor > 0 && divisor <= kExactPowers && (divisor & (divisor - 1)) == 0) {
-      const Times<Value> inverse{Value(1) / static_cast<Value>(divisor)};
-      fold<In, Format, Operation>(outputs, n_outputs, inputs, n_inputs, count, inverse);
+                                  size_t n_inputs, int64_t divisor, size_t count, Beginning beginning) {
+    const int64_t power = power_of(divisor);
+    if (power == divisor) {
+      fold<In, Format, Sum>(outputs, n_outputs, inputs, n_inputs, count, beginning, Keep{});
     } else {
-      fold<In, Format, Operation>(outputs, n_outputs, inputs, n_inputs, count, Over<Value>{Value(divisor)});
+      const Over<Value> rest{static_cast<Value>(divisor) / static_cast<Value>(power)};
+      fold<In, Format, Sum>(outputs, n_outputs, inputs, n_inputs, count, beginning, rest);
     }
   }
   static void reduce(void* const* outputs, size_t n_outputs, const void* const* inputs, size_t n_inputs,
                      size_t count) {
-    end<Format>(outputs, n_outputs, inputs, n_inputs, static_cast<int64_t>(n_inputs), count);
+    const auto divisor = static_cast<int64_t>(n_inputs);
+    end<Format>(outputs, n_outputs, inputs, n_inputs, divisor, count, beginning_for(divisor));
   }
-  static void partial(void* accumulator, const void* const* inputs, size_t n_inputs, size_t count) {
-    fold<Format, Partial, Operation>(&accumulator, 1, inputs, n_inputs, count, Keep{});
+  static void partial(void* accumulator, const void* const* inputs, size_t n_inputs, int64_t divisor,
+                      size_t count) {
+    fold<Format, Partial, Sum>(&accumulator, 1, inputs, n_inputs, count, beginning_for(divisor), Keep{});
   }
   static void finish(void* const* outputs, size_t n_outputs, const void* const* accumulators,
                      size_t n_accumulators, int64_t divisor, size_t count) {
-    end<Partial>(outputs, n_outputs, accumulators, n_accumulators, divisor, count);
+    end<Partial>(outputs, n_outputs, accumulators, n_accumulators, divisor, count, Keep{});
   }
 };
 
 /// The same for averages of integers T, whose sums are made in Format, where overflow is defined.
 template <class T, class Format>
-struct IntegerAverage : Kernels<Format, Format, Sum, false> {
+struct IntegerAverage : Kernels<Format, Format, Sum> {
   static void reduce(void* const* outputs, size_t n_outputs, const void* const* inputs, size_t n_inputs,
                      size_t count) {
     finish(outputs, n_outputs, inputs, n_inputs, static_cast<int64_t>(n_inputs), count);
   }
   static void finish(void* const* outputs, size_t n_outputs, const void* const* accumulators,
                      size_t n_accumulators, int64_t divisor, size_t count) {
-    fold<Format, Format, Sum>(outputs, n_outputs, accumulators, n_accumulators, count,
+    fold<Format, Format, Sum>(outputs, n_outputs, accumulators, n_accumulators, count, Keep{},
                               Truncated<T>{static_cast<int>(divisor)});
   }
 };
 
-template <class Format, class Partial, class Operation, bool kAverage = false>
+template <class Format, class Partial, class Functions>
+constexpr ReduceKernels entry_of() {
+  return {Format::kSize, Partial::kSize, Functions::reduce, Functions::partial, Functions::finish};
+}
+template <class Format, class Partial, class Operation>
 constexpr ReduceKernels entry() {
-  using All = Kernels<Format, Partial, Operation, kAverage>;
-  return {Format::kSize, Partial::kSize, All::reduce, All::partial, All::finish};
+  return entry_of<Format, Partial, Kernels<Format, Partial, Operation>>();
 }
 
 template <class Format, class Partial>
 constexpr void fill_floating(ReduceKernels (&row)[kReduceOperations]) {
   row[size_t(ReduceOperation::kSum)] = entry<Format, Partial, Sum>();
-  row[size_t(ReduceOperation::kAverage)] = entry<Format, Partial, Sum, true>();
+  row[size_t(ReduceOperation::kAverage)] = entry_of<Format, Partial, FloatingAverage<Format, Partial>>();
   row[size_t(ReduceOperation::kProduct)] = entry<Format, Partial, Product>();
   row[size_t(ReduceOperation::kMin)] = entry<Format, Partial, Min>();
   row[size_t(ReduceOperation::kMax)] = entry<Format, Partial, Max>();
@@ -325,10 +360,8 @@ constexpr void fill_floating(ReduceKernels (&row)[kReduceOperations]) {
 template <class T, class Unsigned>
 constexpr void fill_integer(ReduceKernels (&row)[kReduceOperations]) {
   using Signless = Plain<Unsigned>;
-  using Average = IntegerAverage<T, Signless>;
   row[size_t(ReduceOperation::kSum)] = entry<Signless, Signless, Sum>();
-  row[size_t(ReduceOperation::kAverage)] = {sizeof(T), sizeof(T), Average::reduce, Average::partial,
-                                            Average::finish};
+  row[size_t(ReduceOperation::kAverage)] = entry_of<Signless, Signless, IntegerAverage<T, Signless>>();
   row[size_t(ReduceOperation::kProduct)] = entry<Signless, Signless, Product>();
   row[size_t(ReduceOperation::kMin)] = entry<Plain<T>, Plain<T>, Min>();
   row[size_t(ReduceOperation::kMax)] = entry<Plain<T>, Plain<T>, Max>();

@@ -23,6 +23,7 @@ namespace lockstep::reduce_kernels_test {
 namespace {
 
 using testing::AccumulatorOf;
+using testing::begun;
 using testing::Bool;
 using testing::canonical;
 using testing::finished;
@@ -139,11 +140,13 @@ class ReduceKernelsOf : public ::testing::Test {
     return buffers;
   }
 
-  /// Element i of some inputs, as accumulators.
-  static std::vector<AccumulatorOf<T>> column(const std::vector<Buffer<T>>& inputs, size_t i, size_t begin,
-                                              size_t end) {
+  /// Element i of inputs [begin, end), as accumulators.
+  static std::vector<AccumulatorOf<T>> column(Operation operation, const std::vector<Buffer<T>>& inputs,
+                                              size_t i, size_t begin, size_t end) {
     std::vector<AccumulatorOf<T>> values;
-    for (size_t k = begin; k < end; ++k) values.push_back(static_cast<AccumulatorOf<T>>(inputs[k].get(i)));
+    for (size_t k = begin; k < end; ++k) {
+      values.push_back(begun(operation, inputs[k].get(i), static_cast<int64_t>(inputs.size())));
+    }
     return values;
   }
 
@@ -151,7 +154,7 @@ class ReduceKernelsOf : public ::testing::Test {
     const std::vector<Buffer<T>> original = random_buffers(n_inputs, count);
     std::vector<T> expected;
     for (size_t i = 0; i < count; ++i) {
-      expected.push_back(finished<T>(operation, fold(operation, column(original, i, 0, n_inputs)),
+      expected.push_back(finished<T>(operation, fold(operation, column(operation, original, i, 0, n_inputs)),
                                      static_cast<int64_t>(n_inputs)));
     }
     for (const char* capability : capabilities()) {
@@ -198,7 +201,8 @@ class ReduceKernelsOf : public ::testing::Test {
     for (size_t i = 0; i < count; ++i) {
       std::vector<A> parts;
       for (size_t g = 0; g < n_groups; ++g) {
-        parts.push_back(fold(operation, column(inputs, i, g * group, std::min(n_inputs, (g + 1) * group))));
+        const size_t end = std::min(n_inputs, (g + 1) * group);
+        parts.push_back(fold(operation, column(operation, inputs, i, g * group, end)));
         partials[g].push_back(parts.back());
       }
       expected.push_back(finished<T>(operation, fold(operation, parts), divisor));
@@ -212,7 +216,7 @@ class ReduceKernelsOf : public ::testing::Test {
       for (size_t g = 0; g < n_groups; ++g) {
         accumulators.emplace_back(count, random() % 8);
         kernels.partial(accumulators[g].data(), as_inputs(list) + g * group,
-                        std::min(group, n_inputs - g * group), count);
+                        std::min(group, n_inputs - g * group), divisor, count);
         ASSERT_EQ(accumulators[g].difference(partials[g]), "") << "group " << g;
       }
       std::vector<Buffer<T>> outputs = random_buffers(1 + random() % 10, count);
@@ -295,7 +299,7 @@ void check_conversions(at::ScalarType type) {
     SCOPED_TRACE(capability);
     const ReduceKernels& kernels = reduce_kernels_for(capability, type, Operation::kSum);
     const void* input = narrow.data();
-    kernels.partial(wide.data(), &input, 1, kAll);
+    kernels.partial(wide.data(), &input, 1, 1, kAll);
     for (size_t i = 0; i < kAll; ++i) {
       const float expected = canonical(static_cast<float>(narrow[i]));
       ASSERT_EQ(std::memcmp(&wide[i], &expected, sizeof(float)), 0) << "bits " << i;
@@ -347,6 +351,44 @@ TEST(ReduceKernels, NanZeroAndInfinity) {
   EXPECT_EQ(static_cast<float>(reduce_two<c10::Half>(at::kHalf, Operation::kAverage, 65504.0f, 65504.0f)),
             65504.0f)
       << "the sum is held in float32";
+}
+
+/// Of so many inputs of one value, at once and by way of partial results of four each.
+template <class T>
+void check_average_of_equals(at::ScalarType type, T value, size_t n_inputs) {
+  using A = AccumulatorOf<T>;
+  const std::vector<const void*> inputs(n_inputs, &value);
+  for (const char* capability : capabilities()) {
+    SCOPED_TRACE(std::string(capability) + " " + c10::toString(type) + " n=" + std::to_string(n_inputs));
+    const ReduceKernels& kernels = reduce_kernels_for(capability, type, Operation::kAverage);
+    T average{}, average_of_partials{};
+    void* output = &average;
+    kernels.reduce(&output, 1, inputs.data(), n_inputs, 1);
+    EXPECT_EQ(A(average), A(value));
+
+    const auto divisor = static_cast<int64_t>(n_inputs);
+    std::vector<A> partials((n_inputs + 3) / 4);
+    std::vector<const void*> accumulators;
+    for (size_t g = 0; g < partials.size(); ++g) {
+      kernels.partial(&partials[g], &inputs[4 * g], std::min<size_t>(4, n_inputs - 4 * g), divisor, 1);
+      accumulators.push_back(&partials[g]);
+    }
+    output = &average_of_partials;
+    kernels.finish(&output, 1, accumulators.data(), accumulators.size(), divisor, 1);
+    EXPECT_EQ(A(average_of_partials), A(value));
+  }
+}
+
+// The sum of two is infinite already.
+TEST(ReduceKernels, AveragesOfLargeNumbersAreFinite) {
+  for (const size_t n_inputs : {2, 3, 4, 5, 8, 11, 16, 20}) {
+    for (const int sign : {1, -1}) {
+      check_average_of_equals(at::kFloat, std::ldexp(static_cast<float>(sign), 127), n_inputs);
+      check_average_of_equals(at::kDouble, std::ldexp(static_cast<double>(sign), 1023), n_inputs);
+      check_average_of_equals(at::kBFloat16, c10::BFloat16(std::ldexp(static_cast<float>(sign), 127)),
+                              n_inputs);
+    }
+  }
 }
 
 TEST(ReduceKernels, IntegersWrapAndBoolsAreNormalised) {

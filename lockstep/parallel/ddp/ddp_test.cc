@@ -1,3 +1,4 @@
+#include <cmath>
 #include <gmock/gmock.h>
 #include <optional>
 #include <thread>
@@ -67,6 +68,17 @@ TEST(DistributedDataParallel, StartsFromRankZeroAndAveragesGradientsInPlace) {
       EXPECT_EQ(buckets > 1, step > 0) << "small caps make several buckets once the order is known";
     }
     EXPECT_THAT(model.named_parameters().keys(), ::testing::Contains("module.first.weight"));
+  });
+}
+
+TEST(DistributedDataParallel, TheMeanOfLargeGradientsIsFinite) {
+  run_ranks(3, [](int) {
+    auto world = init_process_group();
+    auto net = std::make_shared<nn::LinearImpl>(nn::LinearOptions(3000, 1).bias(false));
+    DistributedDataParallel<nn::LinearImpl> model(net);
+    const auto x = torch::full({1, 3000}, std::ldexp(1.0, 127));  // the sum of two is infinite
+    model(x).sum().backward();
+    EXPECT_TRUE(at::equal(net->weight.grad(), x));
   });
 }
 

@@ -6,21 +6,26 @@
 
 namespace lockstep::algorithms::hosts {
 
-Arithmetic::Arithmetic(const Signature& signature, int ranks) {
+Arithmetic::Arithmetic(const Signature& signature, int ranks) : ranks_(ranks) {
   const at::ScalarType type = signature.real_dtype();
   const auto operation = static_cast<ReduceOperation>(signature.operation);
   const bool average = operation == ReduceOperation::kAverage;
   kernels_ = &reduce_kernels(type, operation);
-  undivided_ = average ? &reduce_kernels(type, ReduceOperation::kSum) : kernels_;
-  if (average) (type == at::kHalf ? partial_divisor_ : last_divisor_) = ranks;
+  of_partials_ = average ? &reduce_kernels(type, ReduceOperation::kSum) : kernels_;
+  partial_ending_ = type == at::kHalf ? kernels_ : of_partials_;
+  last_ending_ = type == at::kHalf ? of_partials_ : kernels_;
 }
 
+/// Folds inputs as one of the kernels begins and the other ends.
 void Arithmetic::fold(void* output, const void* const* inputs, size_t n_inputs, size_t count,
-                      int64_t divisor) const {
+                      const ReduceKernels& beginning, const ReduceKernels& ending) const {
   if (count == 0) return;
-  if (divisor == 1) return undivided_->reduce(&output, 1, inputs, n_inputs, count);
+  if (&beginning == of_partials_ && &ending == of_partials_) {
+    return of_partials_->reduce(&output, 1, inputs, n_inputs, count);
+  }
   if (kernels_->accumulator_size == kernels_->element_size) {
-    return kernels_->finish(&output, 1, inputs, n_inputs, divisor, count);
+    if (&ending == of_partials_) return beginning.partial(output, inputs, n_inputs, ranks_, count);
+    return ending.finish(&output, 1, inputs, n_inputs, ranks_, count);
   }
   // By way of an accumulator that stays in the first-level cache.
   constexpr size_t kBlock = 2048;
@@ -30,10 +35,10 @@ void Arithmetic::fold(void* output, const void* const* inputs, size_t n_inputs, 
     const size_t length = std::min(kBlock, count - begin);
     const size_t offset = begin * kernels_->element_size;
     for (size_t i = 0; i < n_inputs; ++i) at[i] = static_cast<const std::byte*>(inputs[i]) + offset;
-    kernels_->partial(accumulator.data(), at.data(), n_inputs, length);
+    beginning.partial(accumulator.data(), at.data(), n_inputs, ranks_, length);
     const void* const folded = accumulator.data();
     void* const to = static_cast<std::byte*>(output) + offset;
-    kernels_->finish(&to, 1, &folded, 1, divisor, length);
+    ending.finish(&to, 1, &folded, 1, ranks_, length);
   }
 }
 

@@ -10,39 +10,42 @@ namespace lockstep::algorithms::hosts {
 
 /// The folds of a large reduction over hosts. Partials have the tensor's element type.
 ///
-/// An average is divided where the last fold is made, by the number of all ranks. That of float16 is divided where
-/// the host's partial is made, which is folded in float: a sum of float16 may be infinite though the average is not.
+/// An average of all ranks is begun where the host's partial is made, and divided where the last fold is made: see
+/// ReduceKernels. That of float16 is divided where the host's partial is made, for this is folded in float, and the others
+/// round each of their results to float16.
 class Arithmetic {
  public:
   Arithmetic(const Signature& signature, int ranks);
 
   size_t element_size() const { return kernels_->element_size; }
 
-  /// The partial of the members of one host.
+  /// The partial of the members of one host. Overlaps no input.
   void partial(void* output, const void* const* inputs, size_t n_inputs, size_t count) const {
-    fold(output, inputs, n_inputs, count, partial_divisor_);
+    fold(output, inputs, n_inputs, count, *kernels_, *partial_ending_);
   }
   /// Makes one partial of two. The output may be one of them.
   void combine(void* output, const void* first, const void* second, size_t count) const {
     const void* const inputs[] = {first, second};
-    fold(output, inputs, 2, count, 1);
+    fold(output, inputs, 2, count, *of_partials_, *of_partials_);
   }
   /// Makes the result of the partials of all hosts. The output may be one of them.
   void finish(void* output, const void* const* partials, size_t n_partials, size_t count) const {
-    fold(output, partials, n_partials, count, last_divisor_);
+    fold(output, partials, n_partials, count, *of_partials_, *last_ending_);
   }
-  /// Makes the result of a sum that was made elsewhere: divides for an average, where finish() does.
+  /// Makes the result of a sum of partials that was made elsewhere: divides for an average, where finish() does.
   void divide(void* sum, size_t count) const {
-    if (last_divisor_ > 1) fold(sum, &sum, 1, count, last_divisor_);
+    if (last_ending_ != of_partials_) fold(sum, &sum, 1, count, *of_partials_, *last_ending_);
   }
 
  private:
-  void fold(void* output, const void* const* inputs, size_t n_inputs, size_t count, int64_t divisor) const;
+  void fold(void* output, const void* const* inputs, size_t n_inputs, size_t count,
+            const ReduceKernels& beginning, const ReduceKernels& ending) const;
 
   const ReduceKernels* kernels_;
-  const ReduceKernels* undivided_;  // the same, but for averages sums
-  int64_t partial_divisor_ = 1;
-  int64_t last_divisor_ = 1;
+  const ReduceKernels* of_partials_;  // the same, but for averages sums
+  const ReduceKernels* partial_ending_;
+  const ReduceKernels* last_ending_;
+  int64_t ranks_;
 };
 
 }  // namespace lockstep::algorithms::hosts

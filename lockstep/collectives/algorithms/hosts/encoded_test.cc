@@ -4,6 +4,7 @@
 #include <vector>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
@@ -209,6 +210,22 @@ TEST(EncodedReduction, ANanIsOneOnAllRanks) {
         run(channel, data, {compression, ReduceOperation::kAverage});
         EXPECT_TRUE(std::isnan(data.const_data_ptr<float>()[7777]));
         EXPECT_FALSE(std::isnan(data.const_data_ptr<float>()[0]));
+      });
+    }
+  }
+}
+
+TEST(EncodedReduction, TheAverageOfLargeNumbersIsFinite) {
+  const SmallChunks chunks(2048);
+  const float number = std::ldexp(1.0f, 127);
+  for (const Hosts& hosts : {Hosts{0, 1}, Hosts{0, 1, 2, 1}}) {
+    for (const auto compression : {HostCompression::kBf16, HostCompression::kInt8}) {
+      on_ranks(hosts, [&](GroupChannel& channel) {
+        const at::Tensor data = at::full({10000}, number, at::kFloat);
+        run(channel, data, {compression, ReduceOperation::kAverage});
+        for (int64_t i = 0; i < data.numel(); ++i) {
+          ASSERT_NEAR(data.const_data_ptr<float>()[i] / number, 1, 1e-5) << i;
+        }
       });
     }
   }

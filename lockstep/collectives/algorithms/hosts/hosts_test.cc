@@ -6,6 +6,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <ATen/ops/empty.h>
@@ -230,15 +231,32 @@ TEST(ReduceOverHosts, FoldsInTheOrderOfHostsAndRanks) {
   });
 }
 
-TEST(ReduceOverHosts, TheAverageOfLargeHalvesIsFinite) {
-  on_ranks({0, 0, 1, 1}, [](GroupChannel& channel) {
+/// Numbers of which the sum of two is infinite, and which are averaged without rounding.
+void check_averages_of_large_numbers(GroupChannel& channel) {
+  const std::vector<std::pair<at::ScalarType, double>> numbers = {{at::kHalf, 60000},
+                                                                  {at::kBFloat16, std::ldexp(1, 127)},
+                                                                  {at::kFloat, std::ldexp(1, 127)},
+                                                                  {at::kDouble, std::ldexp(1, 1023)}};
+  for (const auto& [type, number] : numbers) {
     for (const int64_t count : {100, 10000}) {
-      const at::Tensor data = at::full({count}, 60000, at::kHalf);
+      const at::Tensor data = at::full({count}, number, type);
       const auto signature = Signature::of(CollectiveKind::kAllReduce, data).with(ReduceOperation::kAverage);
       hosts::reduce(channel, terms(), signature, data.mutable_data_ptr(), BufferOwner::kUser);
-      EXPECT_TRUE(same_bits(data, at::full({count}, 60000, at::kHalf)));
+      EXPECT_TRUE(same_bits(data, at::full({count}, number, type))) << c10::toString(type) << ' ' << count;
     }
-  });
+  }
+}
+
+TEST(ReduceOverHosts, TheAverageOfLargeNumbersIsFinite) {
+  Hosts uneven(11, 0);
+  uneven.insert(uneven.end(), {1, 1, 0, 1});
+  for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 2}, uneven}) {
+    on_ranks(hosts, check_averages_of_large_numbers);
+  }
+  for (const auto algorithm : lockstep::hosts::kHostAlgorithms) {
+    const Forced forced(algorithm);
+    on_ranks({0, 1, 2, 0, 3}, check_averages_of_large_numbers);
+  }
 }
 
 TEST(ReduceOverHosts, ComplexNumbersAreReducedAsPairs) {

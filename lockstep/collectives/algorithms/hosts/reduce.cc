@@ -14,9 +14,10 @@ namespace {
 using transport::GroupChannel;
 using transport::HostChannel;
 
-/// The kernels whose elements are partial results of this type.
-at::ScalarType accumulator_type(at::ScalarType type) {
-  return type == at::kHalf || type == at::kBFloat16 ? at::kFloat : type;
+/// The kernels that fold partial results of this type and operation to one.
+const ReduceKernels& kernels_of_partials(at::ScalarType type, ReduceOperation operation) {
+  if (type == at::kHalf || type == at::kBFloat16) type = at::kFloat;
+  return reduce_kernels(type, operation == ReduceOperation::kAverage ? ReduceOperation::kSum : operation);
 }
 
 /// A tensor that fits into an announcement.
@@ -24,25 +25,25 @@ class SmallReduction final : public AgreementPayload, public transport::PayloadC
  public:
   SmallReduction(const Signature& signature, int ranks)
       : kernels_(reduce_kernels(signature.real_dtype(), static_cast<ReduceOperation>(signature.operation))),
-        accumulators_(reduce_kernels(accumulator_type(signature.real_dtype()),
-                                     static_cast<ReduceOperation>(signature.operation))),
+        accumulators_(
+            kernels_of_partials(signature.real_dtype(), static_cast<ReduceOperation>(signature.operation))),
         ranks_(ranks),
         count_(signature.real_numel()) {}
 
   // Beyond eight members; combine() runs on the leaders of eight, finish() on the host's.
   const transport::PayloadCombiner* combiner() const override { return this; }
   void combine(void* partial, const std::vector<const void*>& inputs) const override {
-    kernels_.partial(partial, inputs.data(), inputs.size(), count_);
+    kernels_.partial(partial, inputs.data(), inputs.size(), ranks_, count_);
   }
   void finish(void*, const std::vector<const void*>& partials) const override { in_tree_ = partials; }
 
   size_t combine_host(void* partial, HostChannel& host) const override {
     if (host.size() > HostChannel::kFlatRanks) {
-      accumulators_.partial(partial, in_tree_.data(), in_tree_.size(), count_);
+      accumulators_.partial(partial, in_tree_.data(), in_tree_.size(), ranks_, count_);
     } else {
       std::vector<const void*> inputs;
       for (int place = 0; place < host.size(); ++place) inputs.push_back(host.payload(place));
-      kernels_.partial(partial, inputs.data(), inputs.size(), count_);
+      kernels_.partial(partial, inputs.data(), inputs.size(), ranks_, count_);
     }
     return count_ * kernels_.accumulator_size;
   }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -96,12 +97,30 @@ A fold(ReduceOperation operation, const std::vector<A>& values) {
                                    [&](A a, A b) { return step(operation, a, b); }));
 }
 
+/// By what the inputs of an average are divided; its sum by the rest.
+inline double power_of(int64_t divisor) {
+  return static_cast<double>(std::bit_ceil(static_cast<uint64_t>(divisor)));
+}
+
+template <class T>
+AccumulatorOf<T> begun(ReduceOperation operation, T value, int64_t divisor) {
+  using A = AccumulatorOf<T>;
+  const auto input = static_cast<A>(value);
+  if constexpr (kIsFloating<T>) {
+    if (operation == ReduceOperation::kAverage)
+      return static_cast<A>(static_cast<double>(input) / power_of(divisor));
+  }
+  return input;
+}
+
 template <class T>
 T finished(ReduceOperation operation, AccumulatorOf<T> value, int64_t divisor) {
   if constexpr (kIsFloating<T>) {
     using A = AccumulatorOf<T>;
-    if (operation == ReduceOperation::kAverage)
-      value = static_cast<A>(static_cast<double>(value) / static_cast<double>(divisor));
+    if (operation == ReduceOperation::kAverage) {
+      const double rest = static_cast<double>(divisor) / power_of(divisor);
+      value = static_cast<A>(static_cast<double>(value) / rest);
+    }
   } else if constexpr (std::is_integral_v<T>) {
     using Wide = std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>;
     if (operation == ReduceOperation::kAverage)
