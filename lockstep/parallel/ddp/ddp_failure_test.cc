@@ -1,7 +1,9 @@
 // A rank dies in the middle of training; the others go on from the same step, in the same processes.
 #include <chrono>
+#include <csignal>
 #include <gmock/gmock.h>
 #include <random>
+#include <unistd.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -9,15 +11,19 @@
 #include <lockstep/base/failpoint.h>
 #include <lockstep/nn/testing/fixtures.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
+#include <lockstep/parallel/ddp/reducer/bucket_memory.h>
+#include <lockstep/parallel/ddp/reducer/reducer.h>
 #include <lockstep/testing/long_run.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/tensors.h>
+#include <lockstep/transport/host/memory/arena.h>
 
 namespace lockstep::ddp_failure_test {
 namespace {
 
 namespace nn = torch::nn;
+using ::testing::AllOf;
 using testing::copies;
 using testing::data;
 using testing::equal;
@@ -121,6 +127,76 @@ TEST(DdpFailure, SurvivorsOverHostsGoOnFromTheSameStepBitIdentically) {
   if (!testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
   expect_the_others_go_on(testing::long_run() ? 12 : 6, 2);
 }
+
+struct Stop {
+  const char* name;
+  const char* failpoint;  // at which rank 2 stops
+};
+
+class RankStoppedInAStep : public ::testing::TestWithParam<Stop> {};
+
+TEST_P(RankStoppedInAStep, ChangesNoGradientOfTheOthersWhenItWakes) {
+  testing::run_ranks(3, [where = GetParam().failpoint](int rank) {
+    auto world = init_process_group();
+    auto pid = torch::full({1}, static_cast<int64_t>(::getpid()), torch::kLong);
+    broadcast(pid, 2);
+    const auto group = new_group();
+    const auto survivors = new_group({0, 1});
+    const auto square = [] { return nn::Linear(nn::LinearOptions(512, 512).bias(false)); };
+    nn::Sequential net(square(), square(), square());
+    const DistributedDataParallelOptions options{.process_group = group, .bucket_cap_mb = 0.5};
+    DistributedDataParallel model(net, options);
+    const auto x = torch::full({4, 512}, rank + 1.0F);
+    std::vector<const void*> slots;
+    for (int step = 0; step < 2; ++step) {
+      net->zero_grad();
+      model(x).sum().backward();
+      slots.clear();
+      for (const auto& parameter : net->parameters()) slots.push_back(parameter.grad().const_data_ptr());
+    }
+    ASSERT_EQ(model.reducer().bucket_bytes().size(), 3U);
+    for (const void* slot : slots)
+      EXPECT_TRUE(arena_of(group)->find_writable(slot, 512 * 512 * sizeof(float)).has_value());
+    net->zero_grad();
+    group->getBackend(at::kCPU)->setTimeout(std::chrono::milliseconds(1500));
+    auto loss = model(x).sum();
+    if (rank == 2) {
+      failpoint::configure(where);
+      message_of([&] { loss.backward(); });
+      barrier();
+      return;
+    }
+    EXPECT_THAT(message_of([&] { loss.backward(); }),
+                AllOf(HasSubstr("rank 2 (pid " + std::to_string(pid.item<int64_t>()) + ")"),
+                      HasSubstr("is stopped")));
+    std::vector<torch::Tensor> gradients;
+    for (const auto& parameter : net->parameters()) {
+      ASSERT_TRUE(parameter.grad().defined());
+      EXPECT_EQ(parameter.grad().const_data_ptr(), slots[gradients.size()]);
+      gradients.push_back(parameter.grad().fill_(100));
+    }
+    barrier(survivors);
+    if (rank == 0) ::kill(static_cast<pid_t>(pid.item<int64_t>()), SIGCONT);
+    barrier();  // rank 2's backward has ended
+    const auto expect_unchanged = [&] {
+      for (const auto& gradient : gradients) EXPECT_TRUE(gradient.eq(100).all().item<bool>());
+    };
+    expect_unchanged();
+    model.update_process_group(survivors);
+    net->zero_grad();
+    model(x).sum().backward();
+    for (const auto& parameter : net->parameters()) expect_same_everywhere({parameter.grad()}, survivors);
+    expect_unchanged();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Places, RankStoppedInAStep,
+                         ::testing::Values(Stop{"announcing_the_first", "announce=kill(19)@1"},
+                                           Stop{"reducing_the_first", "reduce=kill(19)@1"},
+                                           Stop{"reducing_the_second", "reduce=kill(19)@2"},
+                                           Stop{"reducing_the_last", "reduce=kill(19)@3"},
+                                           Stop{"finishing_the_last", "finish=kill(19)@3"}),
+                         [](const auto& info) { return std::string(info.param.name); });
 
 TEST(DdpFailure, WhoIsBehindGetsTheStateOfOneThatIsAhead) {
   testing::run_ranks(3, [](int rank) {
