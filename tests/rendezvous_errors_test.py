@@ -163,6 +163,27 @@ def test_a_rank_zero_that_never_comes_is_named(programs):
         assert_says(child.finish(), f"rank {rank} could not reach rank 0 at 127.0.0.1 port {port}", "refused")
 
 
+def test_a_rank_that_waits_for_rank_zero_says_so_and_waits_on(programs):
+    """Not only in the error at the end of the timeout, which is 30 minutes unless told."""
+    port = support.free_port()
+    place = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    guest = programs.start("meeting_driver", RANK=1, **place)
+    waiting = rf"warning: still trying to reach rank 0 at 127\.0\.0\.1 port {port} after \d\S* s: .*connection refused"
+    guest.wait_for(waiting, "stderr")
+    host = programs.start("meeting_driver", RANK=0, **place)
+    for child in (host, guest):
+        result = child.finish()
+        assert result.status == 0, result.text
+
+
+def test_a_rank_that_waits_says_that_the_address_cannot_be_resolved(programs):
+    place = {"WORLD_SIZE": 2, "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": 29500}
+    guest = programs.start("meeting_driver", RANK=1, **place)
+    guest.wait_for(r"still trying to reach rank 0 at no-such-host\.invalid .*cannot be resolved", "stderr")
+    guest.kill()
+    guest.finish()
+
+
 def test_a_rank_that_never_comes_under_lockstep_run(programs):
     """The launcher's store outlives the ranks, and its report shows their error."""
     absent = 'if [ "$RANK" = 1 ]; then exec cat; fi; exec "$0" --timeout 3'
