@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/process/pidfd.h>
@@ -86,6 +87,13 @@ std::string ProcessWatch::describe_end() const {
   const auto end = known_end(pid_, pidfd_.get(), std::chrono::milliseconds(500));
   return "(pid " + std::to_string(pid_) + ") " +
          end.value_or("has ended (SIGKILL, out of memory, or as its own output says)");
+}
+
+std::string ProcessWatch::describe_stop() const {
+  const auto stat = can_tell_ ? read_process_stat(pid_) : std::nullopt;
+  if (!stat || stat->start != start_ || !stat->is_stopped()) return "";
+  return c10::str("(pid ", pid_, ") is stopped (by SIGSTOP, SIGTSTP or a debugger; kill -CONT ", pid_,
+                  " continues it)");
 }
 
 std::optional<std::string> known_end(pid_t pid, int pidfd, std::chrono::milliseconds patience) {

@@ -42,6 +42,8 @@ class ProcessWatch {
   /// "(pid 42) killed by signal 9 (SIGKILL)", for a process that has ended: see known_end(). Takes up to half
   /// a second.
   std::string describe_end() const;
+  /// "(pid 42) is stopped (by SIGSTOP, SIGTSTP or a debugger; …)" while it is, if that can be told; else empty.
+  std::string describe_stop() const;
 
  private:
   pid_t pid_;

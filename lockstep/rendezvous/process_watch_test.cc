@@ -93,6 +93,28 @@ TEST(ProcessWatch, NoticesAnEnd) {
   EXPECT_THAT(watch.describe_end(), StartsWith("(pid " + std::to_string(child) + ") "));
 }
 
+TEST(ProcessWatch, TellsThatAProcessIsStopped) {
+  const pid_t child = spawn_sleep();
+  auto process = this_process();
+  process.pid = child;
+  process.start = read_process_stat(child).value().start;
+  const ProcessWatch watch(process, this_process());
+  EXPECT_EQ(watch.describe_stop(), "");
+  ::kill(child, SIGSTOP);
+  EXPECT_EQ(::waitpid(child, nullptr, WUNTRACED), child);
+  EXPECT_THAT(watch.describe_stop(), StartsWith("(pid " + std::to_string(child) +
+                                                ") is stopped (by SIGSTOP, SIGTSTP or a debugger; "));
+  EXPECT_FALSE(watch.has_ended());
+  --process.start;
+  EXPECT_EQ(ProcessWatch(process, this_process()).describe_stop(), "") << "another process that has its pid";
+  ::kill(child, SIGCONT);
+  EXPECT_EQ(::waitpid(child, nullptr, WCONTINUED), child);
+  EXPECT_EQ(watch.describe_stop(), "");
+  ::kill(child, SIGKILL);
+  EXPECT_EQ(::waitpid(child, nullptr, 0), child);
+  EXPECT_EQ(watch.describe_stop(), "");
+}
+
 TEST(KnownEnd, AwaitsTheEndOfAProcessThatIsStillDying) {
   const pid_t child = spawn_sleep();
   const UniqueFd pidfd = open_pidfd(child);

@@ -15,7 +15,6 @@
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/ranks.h>
 #include <lockstep/rendezvous/internal/text_store.h>
-#include <lockstep/rendezvous/process_stat.h>
 #include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/rendezvous/store_all_gather.h>
 
@@ -150,13 +149,14 @@ class StoreAllGather {
     std::string text = c10::str("rank ", rank_, " of ", world_size_, " has no answer from the store at the ",
                                 "timeout: the process that hosts it (rank 0, or the launcher's agent) is ",
                                 "stopped, or its host can't be reached any more");
-    const auto found = known_.find(0);
-    if (found == known_.end() || !found->second.watch.can_tell()) return text;
-    const pid_t pid = ProcessIdentity::parse(found->second.who).pid;
-    const auto stat = read_process_stat(pid);
-    return stat && stat->is_stopped()
-               ? c10::str(text, "; rank 0 (pid ", pid, ") is stopped (by SIGSTOP, SIGTSTP or a debugger)")
-               : text;
+    return text + describe_stop(0);
+  }
+
+  /// "; rank 1 (pid 42) is stopped (…)" if the rank is known and is; else empty.
+  std::string describe_stop(int peer) const {
+    const auto found = known_.find(peer);
+    const std::string stop = found == known_.end() ? "" : found->second.watch.describe_stop();
+    return stop.empty() ? "" : c10::str("; rank ", peer, " ", stop);
   }
 
   std::string at(const char* kind, int rank) const { return prefix_ + kind + "/" + std::to_string(rank); }
@@ -329,7 +329,7 @@ class StoreAllGather {
     store_.set(at("who", rank_), "");
     const std::vector<int> missing = this->missing();
     auto seconds = c10::str(to_seconds(std::chrono::duration_cast<milliseconds>(waited)), " s");
-    const auto text =
+    std::string text =
         missing.empty()
             ? c10::str("all ", world_size_, " ranks came, but were not there together within ", seconds,
                        ": one gave up, or ended, before the last came; see what they printed last, start "
@@ -337,6 +337,9 @@ class StoreAllGather {
             : c10::str(name_ranks(missing), " of ", world_size_, " did not join within ", seconds,
                        "; see whether these processes were started, and what they printed last, or give a "
                        "longer timeout");
+    for (int peer = 0; peer < world_size_; ++peer) {
+      if (peer != rank_ && !has_ended(peer)) text += describe_stop(peer);
+    }
     // Those that still wait are told now where they can't go on: without rank 0, with which the store may
     // end, or where the ranks have met before, so that no other process takes this one's place.
     if (rank_ == 0 || have_met_) return decide(kLate + text);

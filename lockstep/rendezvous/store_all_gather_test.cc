@@ -4,6 +4,7 @@
 #include <fstream>
 #include <gmock/gmock.h>
 #include <set>
+#include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/rendezvous/internal/sockets.h>
 #include <lockstep/rendezvous/internal/tcp_store.h>
+#include <lockstep/rendezvous/process_stat.h>
 #include <lockstep/rendezvous/process_watch.h>
 #include <lockstep/rendezvous/rendezvous.h>
 #include <lockstep/rendezvous/store_all_gather.h>
@@ -157,6 +159,28 @@ TEST(StoreAllGather, RankWhoseProcessHasEndedIsNamedToAllOthers) {
   } catch (const c10::DistBackendError& error) {
     EXPECT_THAT(error.what(), named);
   }
+}
+
+TEST(StoreAllGather, ATimeoutTellsWhichRankIsStopped) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::raise(SIGSTOP);
+    ::_exit(0);
+  }
+  ASSERT_EQ(::waitpid(child, nullptr, WUNTRACED), child);
+  auto process = this_process();
+  process.pid = child;
+  process.start = read_process_stat(child).value().start;
+  const auto stopped = HasSubstr("; rank 0 (pid " + std::to_string(child) + ") is stopped (by SIGSTOP");
+  c10d::HashStore store;
+  store.set("key/claim/0", {'1'});
+  store.set("key/who/0", bytes_of(process.to_string()));
+  EXPECT_THAT(run(store, {1}, 2, 1ms)[0], AllOf(HasSubstr("timeout: rank 0 of 2 did not join"), stopped));
+  // It has published, but not said that it is there.
+  store.set("key/data/0", {'?', 'x', '0'});
+  EXPECT_THAT(run(store, {1}, 2, 1ms)[0], AllOf(HasSubstr("timeout: all 2 ranks came"), stopped));
+  ::kill(child, SIGKILL);
+  EXPECT_EQ(::waitpid(child, nullptr, 0), child);
 }
 
 TEST(StoreAllGather, RankThatGaveUpDoesNotCountAsEnded) {

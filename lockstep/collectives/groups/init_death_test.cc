@@ -1,7 +1,12 @@
 #include <chrono>
+#include <csignal>
+#include <fstream>
 #include <gmock/gmock.h>
 #include <regex>
 #include <string>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -10,12 +15,15 @@
 #include <lockstep/collectives/testing/random_cases.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
+#include <lockstep/testing/temporary_folder.h>
 
-// A rank ends while the ranks meet: each of the others says which one and how, long before the timeout.
+// A rank ends while the ranks meet: each of the others says which one and how, long before the timeout. Where it is
+// stopped they say so at the timeout.
 namespace lockstep::init_death_test {
 namespace {
 
 using namespace std::chrono_literals;
+using ::testing::AllOf;
 using testing::expect_survivors;
 using ::testing::HasSubstr;
 using testing::message_of;
@@ -74,17 +82,57 @@ TEST_P(DeathInInit, OfAnyRankOfSeveralIsNamedByAllOthers) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Places, DeathInInit,
-    ::testing::Values(Place{"meet_claimed", 1}, Place{"meet_published", 1}, Place{"meet_counted", 1},
-                      Place{"meet_met", 1}, Place{"meet_claimed", 2}, Place{"meet_published", 2},
-                      Place{"meet_counted", 2}, Place{"meet_met", 2}, Place{"peer_connected", 1},
-                      Place{"peers_connected", 1}, Place{"hello_received", 1}, Place{"peer_accepted", 1},
-                      Place{"meet_claimed", 3}, Place{"meet_counted", 3}, Place{"meet_met", 3},
-                      Place{"transport_connected", 1}, Place{"agree_on_group", 1}, Place{"meet_claimed", 4},
-                      Place{"meet_counted", 4}, Place{"meet_met", 4}, Place{"join_group", 1},
-                      Place{"announce", 1}, Place{"allocate_group", 1}, Place{"announce", 2},
-                      Place{"join_group", 2}));
+const std::vector<Place> kPlaces = {
+    {"meet_claimed", 1},   {"meet_published", 1},  {"meet_counted", 1},   {"meet_met", 1},
+    {"meet_claimed", 2},   {"meet_published", 2},  {"meet_counted", 2},   {"meet_met", 2},
+    {"peer_connected", 1}, {"peers_connected", 1}, {"hello_received", 1}, {"peer_accepted", 1},
+    {"meet_claimed", 3},   {"meet_counted", 3},    {"meet_met", 3},       {"transport_connected", 1},
+    {"agree_on_group", 1}, {"meet_claimed", 4},    {"meet_counted", 4},   {"meet_met", 4},
+    {"join_group", 1},     {"announce", 1},        {"allocate_group", 1}, {"announce", 2},
+    {"join_group", 2}};
+
+INSTANTIATE_TEST_SUITE_P(Places, DeathInInit, ::testing::ValuesIn(kPlaces));
+
+/// Rank 1 of 3 stops there, for longer than the timeout, and is killed when both others have their errors.
+void stop_there(const Place& place, const testing::SharedFolder& folder) {
+  SCOPED_TRACE(std::string(place.failpoint) + "@" + std::to_string(place.pass));
+  run_survivors(
+      3, {1},
+      [&](int rank) {
+        if (rank == 1) {
+          folder.write("pid", std::to_string(::getpid()));
+          failpoint::configure(std::string(place.failpoint) + "=kill(19)@" + std::to_string(place.pass));
+        }
+        const auto text =
+            message_of<c10::Error>([] { auto world = init_process_group({.timeout = 1500ms}); });
+        int pid = 0;
+        std::ifstream(folder.path("pid")) >> pid;
+        EXPECT_THAT(text,
+                    AllOf(HasSubstr("rank 1 (pid " + std::to_string(pid) + ")"), HasSubstr("is stopped")));
+        // Each of the two waits for the other one to open the pipe.
+        if (rank == 2) {
+          std::ofstream(folder.path("pipe")) << "done";
+        } else {
+          std::string word;
+          std::ifstream(folder.path("pipe")) >> word;
+          ::kill(pid, SIGKILL);
+        }
+      },
+      {.deadline = 40s, .environment = folder.environment()});
+}
+
+TEST(StopInInit, IsNamedByAllOthers) {
+  const testing::SharedFolder folder;
+  if (!testing::SharedFolder::in_rank()) {
+    ASSERT_EQ(::mkfifo(folder.path("pipe").c_str(), 0600), 0);
+  }
+  for (const Place& place : kPlaces) {
+    // Each takes the timeout, and the 3 s for which rank 0 keeps a store.
+    const std::string name = place.failpoint;
+    if (testing::long_run() || name == "peer_connected" || name == "agree_on_group")
+      stop_there(place, folder);
+  }
+}
 
 TEST(FailureInInit, OfOneRankIsTheErrorOfAll) {
   const auto outcomes = run_ranks_collect(

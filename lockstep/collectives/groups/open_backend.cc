@@ -185,7 +185,7 @@ c10::intrusive_ptr<LockstepBackend> open_backend(const c10::intrusive_ptr<c10d::
   }
   const auto exchange = group_making::exchange_through_store(
       store, mapping.transport, mapping.members, "lockstep/addresses", "open_backend",
-      c10::str("open_backend(between_hosts ", to_string(options.between_hosts), ')'), deadline);
+      c10::str("open_backend(between_hosts ", to_string(options.between_hosts), ')'), deadline, kMeeting);
   auto channel = GroupChannel::open(mapping.transport, mapping.members, exchange, deadline);
   auto backend = LockstepBackend::make(std::move(channel), {.name = options.group_name,
                                                             .timeout = options.timeout,

@@ -307,10 +307,16 @@ class Handshake {
                              " could not send a descriptor of its memory to ranks " +
                              format_ranks(ungreeted_) + " by the timeout: " + too_many_in_flight());
     }
+    std::string stops;
+    for (const int peer : missing()) {
+      const std::string stop = watches_[peer].describe_stop();
+      if (!stop.empty()) stops += c10::str("; rank ", peer, " ", stop);
+    }
     LOCKSTEP_THROW_TIMEOUT("rank " + std::to_string(rank_) + " has no shared memory with ranks " +
                            format_ranks(missing()) +
                            " at the timeout: they joined, but then did not connect; are they stopped, or is "
-                           "ulimit -n too low for the descriptors in flight?");
+                           "ulimit -n too low for the descriptors in flight?" +
+                           stops);
   }
 
   const int rank_;

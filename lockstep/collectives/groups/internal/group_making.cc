@@ -144,14 +144,14 @@ GroupChannel::AddressExchange exchange_through_store(const c10::intrusive_ptr<c1
                                                      std::shared_ptr<transport::HostTransport> transport,
                                                      std::vector<int> members, std::string key,
                                                      std::string call, std::string identity,
-                                                     Deadline deadline) {
+                                                     Deadline deadline, std::string met_at) {
   return [=](uint64_t own) {
     const auto place = std::find(members.begin(), members.end(), transport->rank());
     const int rank = static_cast<int>(place - members.begin());
     failpoint::here("agree_on_group");
-    const auto values =
-        store_all_gather(*store, key, rank, static_cast<int>(members.size()),
-                         std::to_string(own) + ' ' + identity, deadline, watch(transport, members, call));
+    const auto values = store_all_gather(*store, key, rank, static_cast<int>(members.size()),
+                                         std::to_string(own) + ' ' + identity, deadline,
+                                         watch(transport, members, call), met_at);
     failpoint::here("join_group");
     std::vector<uint64_t> words;
     std::vector<std::string> identities;
@@ -293,7 +293,8 @@ std::shared_ptr<GroupChannel> open_control(const DefaultWorld& world, HostCompre
   const std::vector<int> members = all_ranks(world.world.world_size);
   const auto exchange = exchange_through_store(
       world.world.store, world.transport, members, "lockstep/control", "init_process_group",
-      c10::str("init_process_group(between_hosts ", to_string(between_hosts), ')'), deadline);
+      c10::str("init_process_group(between_hosts ", to_string(between_hosts), ')'), deadline,
+      world.world.met_at);
   return GroupChannel::open(world.transport, members, exchange, deadline);
 }
 

@@ -89,10 +89,11 @@ hosts::CostModel agree_on_wire_model(const Gather& gather, const hosts::CostMode
 
 /// The words of all members (ranks of the transport, by group rank), which meet in the store under `key`,
 /// which must be new. Throws c10::DistBackendError, which begins with `call`, when one has ended, or which
-/// names all identities when they differ, and as rendezvous' store_all_gather() does.
+/// names all identities when they differ, and as rendezvous' store_all_gather() does, whose `met_at` it takes.
 transport::GroupMembers::AddressExchange exchange_through_store(
     const c10::intrusive_ptr<c10d::Store>& store, std::shared_ptr<transport::HostTransport> transport,
-    std::vector<int> members, std::string key, std::string call, std::string identity, Deadline deadline);
+    std::vector<int> members, std::string key, std::string call, std::string identity, Deadline deadline,
+    std::string met_at = "");
 
 /// What a member of exchange_through_store() writes into the store, taken apart: its address, a space, and
 /// the identity. Throws c10::DistStoreError that names the rank when no member wrote it.
