@@ -10,6 +10,7 @@
 // namespaces of the processes KEEPER (tests/hosts.py). To have the second one cut off and connected again this program
 // prints {"wire": "cut"} and {"wire": "heal"}, and waits for a line.
 #include <algorithm>
+#include <arpa/inet.h>
 #include <atomic>
 #include <chrono>
 #include <csignal>
@@ -20,11 +21,14 @@
 #include <fstream>
 #include <iostream>
 #include <iterator>
+#include <netinet/in.h>
 #include <new>
+#include <optional>
 #include <sched.h>
 #include <string>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <system_error>
 #include <thread>
@@ -33,6 +37,7 @@
 #include <vector>
 
 #include <nlohmann/json.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "command_loop.h"
 #include "soak_board.h"
@@ -42,6 +47,7 @@
 namespace {
 
 using lockstep::benchmarks::Board;
+using lockstep::benchmarks::Calls;
 using lockstep::benchmarks::Failure;
 using lockstep::benchmarks::Report;
 using lockstep::benchmarks::SoakPlan;
@@ -116,21 +122,70 @@ void tell_wire(const char* what) {
   if (!std::getline(std::cin, done)) throw Interrupted();
 }
 
+/// Forks a process that ends with this one; 0 in it.
+pid_t fork_child() {
+  const pid_t parent = ::getpid();
+  const pid_t pid = ::fork();
+  TORCH_CHECK(pid >= 0, "fork failed");
+  if (pid > 0) return pid;
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != parent) ::_exit(1);
+  ::signal(SIGINT, SIG_DFL);
+  ::signal(SIGTERM, SIG_DFL);
+  ::signal(SIGPIPE, SIG_DFL);
+  return 0;
+}
+
+/// A store in a process that nothing befalls, as a launcher's is.
+class StoreProcess {
+ public:
+  explicit StoreProcess(Board& board) : pid_(fork_child()) {
+    if (pid_ == 0) serve(board);
+  }
+  StoreProcess(const StoreProcess&) = delete;
+  StoreProcess& operator=(const StoreProcess&) = delete;
+  ~StoreProcess() {
+    ::kill(pid_, SIGKILL);
+    ::waitpid(pid_, nullptr, 0);
+  }
+
+ private:
+  [[noreturn]] static void serve(Board& board) {
+    try {
+      c10d::TCPStoreOptions options;
+      options.isServer = true;
+      options.waitWorkers = false;
+      options.masterListenFd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+      sockaddr_in address{};
+      address.sin_family = AF_INET;
+      address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+      socklen_t size = sizeof address;
+      auto* const place = reinterpret_cast<sockaddr*>(&address);
+      TORCH_CHECK(::bind(*options.masterListenFd, place, size) == 0 &&
+                      ::listen(*options.masterListenFd, SOMAXCONN) == 0 &&
+                      ::getsockname(*options.masterListenFd, place, &size) == 0,
+                  "the store can't listen");
+      options.port = ntohs(address.sin_port);
+      const auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+      board.store_port = options.port;
+      while (true) ::pause();
+    } catch (const std::exception& error) {
+      std::cerr << error.what() << std::endl;
+    }
+    ::_exit(1);
+  }
+
+  pid_t pid_;
+};
+
 /// A rank's process. It is not reaped before the round is over: until then the others can ask the kernel how
 /// it ended.
 class Process {
  public:
   Process(const SoakPlan& plan, int rank, Board& board, const std::string& folder, const Hosting& hosting)
       : output_(folder + "/output-" + std::to_string(rank)) {
-    const pid_t parent = ::getpid();
-    pid_ = ::fork();
-    TORCH_CHECK(pid_ >= 0, "fork failed");
+    pid_ = fork_child();
     if (pid_ > 0) return;
-    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (::getppid() != parent) ::_exit(1);
-    ::signal(SIGINT, SIG_DFL);
-    ::signal(SIGTERM, SIG_DFL);
-    ::signal(SIGPIPE, SIG_DFL);
     const int output = ::open(output_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND, 0600);
     ::dup2(output, STDOUT_FILENO);
     ::dup2(output, STDERR_FILENO);
@@ -182,6 +237,10 @@ class Round {
   Round(const SoakPlan& plan, Board& board, const std::string& folder, const Hosting& hosting)
       : plan_(plan), board_(board) {
     board.may_strike = !plan.cuts();
+    if (plan.calls == Calls::kInit) {
+      store_.emplace(board);
+      TORCH_CHECK(await([&] { return board.store_port != 0; }, kStartPatience), "the store does not start");
+    }
     for (int rank = 0; rank < plan.ranks; ++rank) processes_.emplace_back(plan, rank, board, folder, hosting);
   }
 
@@ -305,6 +364,7 @@ class Round {
 
   const SoakPlan& plan_;
   Board& board_;
+  std::optional<StoreProcess> store_;
   std::vector<Process> processes_;
 };
 

@@ -41,6 +41,7 @@ struct Board {
   std::array<std::atomic<int64_t>, kMostLanes> made{};       // calls of the victim
   std::array<std::atomic<int64_t>, kMostLanes> failed_at{};  // nanoseconds; 0: not yet
   std::array<std::atomic<bool>, kMostRanks> ready{};
+  std::atomic<int> store_port{0};       // of a store that is no rank's; 0: not yet, or none
   std::atomic<bool> may_strike{false};  // for what the victim does: the wire is whole again
   std::atomic<bool> compare{false};     // all have their errors, and a while has passed
   std::array<Sequel, kMostRanks> sequels;

@@ -39,6 +39,8 @@ class Caller {
   virtual void mismatch(Failure failure) = 0;
   /// The same step on another rank.
   virtual void meet_mismatch() { step(); }
+  /// A further call, after an error.
+  virtual void again(const ProcessGroup& group) { barrier(group); }
   /// The user's tensors that the last calls have used.
   virtual std::vector<at::Tensor> tensors() const = 0;
   /// The last call, and what mismatch() called, in the words of error messages.
@@ -356,6 +358,28 @@ class ObjectCaller final : public Caller {
   Random& common_;
   c10::IValue object_;
   int64_t kinds_;
+};
+
+/// New groups of all ranks or of some, which go at once.
+class GroupCaller final : public Caller {
+ public:
+  GroupCaller(Lane lane, Random& common) : lane_(std::move(lane)), common_(common) {}
+
+  void step() override {
+    last_ = "new_group";
+    std::vector<int> members;  // none are all
+    for (const int rank : lane_.members) {
+      if (draw(common_, 0, 2) > 0) members.push_back(rank);
+    }
+    destroy_process_group(new_group(members));
+  }
+  void mismatch(Failure) override { TORCH_CHECK(false, "no mismatch is drawn for new groups"); }
+  void again(const ProcessGroup&) override { step(); }
+  std::vector<at::Tensor> tensors() const override { return {}; }
+
+ private:
+  Lane lane_;
+  Random& common_;
 };
 
 /// Training steps of DistributedDataParallel, with several buckets.

@@ -35,9 +35,19 @@ constexpr std::array kFailureNames = {"kill",  "stop",    "abort", "exception", 
                                       "dtype", "destroy", "exit",  "quick_exit", "cut",       "brief_cut"};
 
 /// What all ranks are doing meanwhile.
-enum class Calls { kCollectives, kAsynchronous, kMessages, kObjects, kSubgroup, kThreads, kDdp };
-constexpr std::array kCallNames = {"collectives", "asynchronous", "messages", "objects",
-                                   "subgroup",    "threads",      "ddp"};
+enum class Calls {
+  kCollectives,
+  kAsynchronous,
+  kMessages,
+  kObjects,
+  kSubgroup,
+  kThreads,
+  kDdp,
+  kNewGroup,
+  kInit,  ///< they meet, again and again; on one host
+};
+constexpr std::array kCallNames = {"collectives", "asynchronous", "messages",  "objects", "subgroup",
+                                   "threads",     "ddp",          "new_group", "init"};
 
 /// Where tensors lie: in memory that the peers see; in a rank's own; within a tensor that the peers see, from
 /// the midst of a page on, so that they are staged; or each anywhere, by rank.
@@ -84,7 +94,8 @@ struct SoakPlan {
   }
   /// Whether another thread of the victim does it, at any moment of a call.
   bool strikes_from_outside() const {
-    return failure == Failure::kKill || failure == Failure::kStop || failure == Failure::kAbort || cuts();
+    return failure == Failure::kKill || failure == Failure::kStop || failure == Failure::kAbort || cuts() ||
+           calls == Calls::kInit;
   }
   bool cuts() const { return failure == Failure::kCut || failure == Failure::kBriefCut; }
   /// Whether survivors are to make a group of their own, and to go on in it.
@@ -104,7 +115,9 @@ struct SoakPlan {
     return calls != Calls::kMessages || !mismatches() || rank == partner;
   }
   std::chrono::milliseconds timeout() const {
-    return failure == Failure::kStop ? std::chrono::milliseconds(1500) : std::chrono::milliseconds(60'000);
+    if (failure == Failure::kStop) return std::chrono::milliseconds(1500);
+    // A rank that is struck before it has come to the meeting is missed at the timeout.
+    return std::chrono::milliseconds(calls == Calls::kInit ? 5'000 : 60'000);
   }
 };
 
@@ -119,6 +132,10 @@ inline std::vector<Failure> failures_of(Calls calls) {
       return {kAbort, kException, kOperation, kDestroy, kExit, kQuickExit};
     case Calls::kThreads:  // the process can't be left while its other thread is in a call
       return {kAbort, kOperation, kShape, kDtype, kDestroy};
+    case Calls::kNewGroup:  // groups that do not fit are refused, and the default one goes on
+      return {kAbort, kException, kDestroy, kExit, kQuickExit};
+    case Calls::kInit:  // there is no group yet
+      return {kKill, kStop, kQuickExit};
     default:
       return {kAbort, kException, kOperation, kShape, kDtype, kDestroy, kExit, kQuickExit};
   }
@@ -128,7 +145,8 @@ inline SoakPlan plan_of(uint64_t seed, Hosts hosts) {
   Random random(seed);
   SoakPlan plan;
   plan.seed = seed;
-  plan.calls = static_cast<Calls>(draw(random, 0, kCallNames.size() - 1));
+  const int64_t kinds = static_cast<int64_t>(kCallNames.size()) - (hosts == Hosts::kOne ? 0 : 1);
+  plan.calls = static_cast<Calls>(draw(random, 0, kinds - 1));
   if (hosts == Hosts::kOne) {
     plan.ranks = static_cast<int>(draw(random, plan.calls == Calls::kSubgroup ? 3 : 2, 5));
   } else {
@@ -159,8 +177,10 @@ inline SoakPlan plan_of(uint64_t seed, Hosts hosts) {
     if (rank == plan.victim || rank == plan.partner || (drawn && rank != without))
       plan.members.push_back(rank);
   }
+  const bool in_default =
+      plan.calls == Calls::kDdp || plan.calls == Calls::kNewGroup || plan.calls == Calls::kInit;
   plan.further_group = plan.calls == Calls::kSubgroup || plan.calls == Calls::kThreads ||
-                       (plan.calls != Calls::kDdp && draw(random, 0, 1) == 0);
+                       (!in_default && draw(random, 0, 1) == 0);
   plan.steps = draw(random, 0, 30);
   // None, some microseconds, or some milliseconds: within calls of all sizes.
   constexpr std::array<int64_t, 4> kMostSpins = {0, 2'000, 50'000, 1'000'000};

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <torch/torch.h>
 
 #include <lockstep/base/failpoint.h>
@@ -85,6 +86,7 @@ class SoakRank {
     options.timeout = std::chrono::seconds(60);
     options.rank = rank_;
     options.world_size = plan_.ranks;
+    if (plan_.calls == Calls::kInit) return meet_again(options);
     if (plan_.host_of.empty()) {
       options.store = c10::make_intrusive<c10d::FileStore>(store, plan_.ranks);
     } else {
@@ -124,6 +126,39 @@ class SoakRank {
     std::unique_ptr<Caller> caller = {};
   };
 
+  /// Meets the others again and again, until it can't.
+  void meet_again(InitOptions options) {
+    c10d::TCPStoreOptions client;
+    client.port = static_cast<uint16_t>(board_.store_port.load());
+    client.waitWorkers = false;
+    options.store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", client);
+    const auto meet = [&] {
+      const auto world = init_process_group(options);
+      barrier();  // a rank that left at once would leave others within the meeting
+    };
+    meet();
+    options.timeout = plan_.timeout();
+    board_.ready[rank_] = true;
+    std::thread outside;
+    if (rank_ == plan_.victim) outside = std::thread([&] { strike({}); });
+    Report& report = board_.reports[rank_][0];
+    write_text(report.call, "init_process_group");
+    try {
+      for (int64_t made = 0;; ++made) {
+        if (rank_ == plan_.victim) board_.made[0] = made;
+        meet();
+      }
+    } catch (const c10::Error& thrown) {
+      report.error_at = wall_clock();
+      write_text(report.error, thrown.what_without_backtrace());
+    }
+    report.state = State::kFailed;
+    while (!board_.compare) std::this_thread::sleep_for(std::chrono::microseconds(200));
+    report.state = State::kCompared;
+    over_ = true;
+    if (outside.joinable()) outside.join();
+  }
+
   /// The groups of the lanes; a rank that is not in them has one of its own.
   std::vector<ProcessGroup> make_groups() const {
     if (!plan_.further_group) return {default_group()};
@@ -148,6 +183,8 @@ class SoakRank {
         return std::make_unique<ObjectCaller>(plan_, lane, state.common);
       case Calls::kDdp:
         return std::make_unique<DdpCaller>(plan_, lane);
+      case Calls::kNewGroup:
+        return std::make_unique<GroupCaller>(lane, state.common);
       default:
         return std::make_unique<CollectiveCaller>(plan_, lane, state.common, state.local);
     }
@@ -182,6 +219,7 @@ class SoakRank {
       failpoint::configure(plan_.failpoint + kill + ";announce" + kill + "@20");  // some calls pass no other
       return;
     }
+    if (plan_.failure == Failure::kQuickExit) ::_exit(4);
     if (plan_.ends_victim()) ::kill(::getpid(), SIGKILL);
     if (plan_.failure == Failure::kStop) ::kill(::getpid(), SIGSTOP);
     if (plan_.failure == Failure::kAbort) abort(plan_.calls == Calls::kThreads ? ProcessGroup() : group);
@@ -258,7 +296,7 @@ class SoakRank {
     // Where a message fails the group does not, and its other members wait for this rank in the next barrier.
     if (plan_.calls == Calls::kMessages || plan_.calls == Calls::kObjects || next == 0) {
       try {
-        barrier(lane.group);
+        lane.caller->again(lane.group);
         write_text(again, kSucceeded);
       } catch (const c10::Error& thrown) {
         write_text(again, thrown.what_without_backtrace());

@@ -1,9 +1,10 @@
 """The suite `soak`: ranks that fail in all ways, and what the others are told.
 
 bench_soak plays one round after the other, each drawn from its seed and played by processes of its own: two to five ranks
-make calls of one kind, and one of them, the victim, is killed, is stopped for longer than the group's timeout, aborts, calls
-something else than the others, or leaves. It answers with what each of the others was told and when, and with the bytes of
-user tensors that changed after the error, while peers woke, ended and used the group further. Here that is judged.
+make calls of one kind, make groups, or meet in init_process_group() again and again, and one of them, the victim, is killed, is
+stopped for longer than the group's timeout, aborts, calls something else than the others, or leaves. It answers with what each
+of the others was told and when, and with the bytes of user tensors that changed after the error, while peers woke, ended and
+used the group further. Here that is judged.
 
 An error must name the victim as the cause, with its pid where it speaks of a process, and is counted apart if it also says
 how the victim failed. What can be known decides what is asked for:
@@ -14,6 +15,7 @@ how the victim failed. What can be known decides what is asked for:
 - a stopped rank that is alone on its host is known to those alone that wait for it: not to a receive from any rank, nor to those
   that wait for that one.
 - a rank that ends by exit() leaves its groups on the way, and aborts one with calls that are not done.
+- of a rank that has not come to init_process_group() yet no process is known: it is missed at the timeout, by its number.
 The victim is judged by how its process ends, and, where it goes on after its failure, by whether it has an error itself.
 
 With --hosts 2 there are four ranks, as 2 + 2 or 1 + 3, on pretended hosts; with --cuts on network namespaces, whose wire is cut,
@@ -48,6 +50,8 @@ WORDS = {"kill": "kill -9", "stop": "SIGSTOP beyond the timeout", "abort": "abor
 ENDS = {"kill": "signal 9", "brief_cut": "signal 9", "exit": "exit 3", "quick_exit": "exit 4"}
 TOLD = ("stop", "abort", *ROWS["mismatch"])
 SUCCEEDED = "succeeded"  # a further call; kSucceeded of soak_board.h
+ABSENT = "did not join within"
+MOST_RANKS = 5  # kMostRanks of soak_board.h
 COUNTS = ("survivors", "named", "how", "hung", "changed")
 PROGRESS_SECONDS = 10
 END_SECONDS = 30
@@ -248,7 +252,8 @@ def judge_lane(one, rank, number, outcome):
         says_who, says_how = (re.search(pattern, lane["error"]) is not None for pattern in (named, how))
         outcome.named += says_who
         outcome.how += says_who and says_how
-        latency = lane["after_ns"] - (one["timeout_ns"] if one["failure"] == "stop" else 0)
+        at_timeout = one["failure"] == "stop" or ABSENT in lane["error"]
+        latency = lane["after_ns"] - (one["timeout_ns"] if at_timeout else 0)
         outcome.latencies.append(latency)
         if not says_who:
             yield f"does not name rank {one['victim']} as the cause: {lane['error']}"
@@ -275,6 +280,12 @@ def place_of(one, rank, reader):
     return name if host_of[rank] != host_of[reader] else f"(?:{name})?"
 
 
+def missing(rank):
+    """What says that the rank did not come to init_process_group(), alone or among others: "ranks 0, 2-4 of 5 did …"."""
+    ranges = [f"{first}-{last}" for first in range(rank + 1) for last in range(rank, MOST_RANKS) if first < last]
+    return rf"ranks? (?:[\d-]+(?:,| and) )*(?:{'|'.join([str(rank), *ranges])})(?:(?:,| and) [\d-]+)* of \d+ {ABSENT}"
+
+
 def patterns(one, number, reader):
     """(what says who, what says how) in an error of a call of that thread of the rank `reader`."""
     rank, failure = one["victim"], one["failure"]
@@ -293,14 +304,16 @@ def patterns(one, number, reader):
     # Of a rank on another host how it ended may not be known: where it is alone no other one can say, else it may come too late.
     host_of = one.get("host_of") or [0] * len(one["ranks"])
     lost = rf"|{who} is lost: .*its process has ended" if host_of[rank] != host_of[reader] else ""
-    killed = rf"{who} (?:was )?killed|{who} ended{lost}", "signal 9"
+    absent, stopped = (f"|{missing(rank)}", rf"|{who} is stopped|{missing(rank)}") if one["calls"] == "init" else ("", "")
+    killed = rf"{who} (?:was )?killed|{who} ended{lost}{absent}", "signal 9"
     from_any = any(lane["call"].endswith("from any rank") for other in one["ranks"] for lane in other["lanes"])
     unknown = "|timed out" if from_any and len(set(host_of)) > 1 and host_of.count(host_of[rank]) == 1 else ""
     return {"kill": killed, "brief_cut": killed,
             "stop": (rf"(?:waiting for|for which|which waits for) {who}(?!, (?:for which|which waits for|and))|"
-                     rf"waiting for .*, and {who} is stopped{unknown}", rf"{who}(?: is the cause)?(?:, which)? is stopped"),
+                     rf"waiting for .*, and {who} is stopped{unknown}{stopped}",
+                     rf"{who}(?: is the cause)?(?:, which)? is stopped"),
             "abort": (rf"aborted by {who}", "aborted by"),
             "exception": (rf"aborted by {who}", "aborted by"),
             "destroy": (rf"{who} has left the group", "has left"),
             "exit": (rf"{who} (?:has left the group|exited|ended)|aborted by {who}{lost}", "has left|status 3|aborted by"),
-            "quick_exit": (rf"{who} (?:exited|ended){lost}", "status 4")}[failure]
+            "quick_exit": (rf"{who} (?:exited|ended){lost}{absent}", "status 4")}[failure]

@@ -60,6 +60,40 @@ def test_an_error_that_names_the_cause(failure, error, how):
     assert outcome.hung == 0 and outcome.latencies == [3_000_000 - (SECOND if failure == "stop" else 0)]
 
 
+STOPPED = "rank 1 (pid 101) is stopped (by SIGSTOP, SIGTSTP or a debugger; kill -CONT 101 continues it)"
+
+
+@pytest.mark.parametrize("failure, error, how", [
+    ("kill", "joining the job failed on rank 0: rank 1 (pid 101) killed by signal 9 (SIGKILL)", True),
+    ("kill", "rank 1 of 2 did not join within 5.001 s; see whether these processes were started", False),
+    ("kill", "ranks 1 and 2 of 3 did not join within 5 s; see whether these processes were started", False),
+    ("kill", "ranks 1, 2 and 4 of 5 did not join within 5 s; see whether these processes were started", False),
+    ("quick_exit", "ranks 0-3 of 5 did not join within 5 s; see whether these processes were started", False),
+    ("quick_exit", "ranks 0 and 1 of 3 did not join within 5 s; see whether these processes were started", False),
+    ("quick_exit", "init_process_group failed on rank 0: rank 1 (pid 101) exited with status 4", True),
+    ("stop", "rank 1 of 2 did not join within 1.5 s; see whether these processes were started", False),
+    ("stop", f"ranks 1 and 2 of 3 did not join within 1.5 s; see whether these processes were started; {STOPPED}", True),
+    ("stop", f"all 2 ranks came, but were not there together within 1.5 s: one gave up; {STOPPED}", True),
+    ("stop", "making the process group failed on rank 0: timed out waiting for rank 1 (pid 101), which is stopped (…)", True)])
+def test_an_error_of_the_meeting_that_names_the_cause(failure, error, how):
+    at_timeout = failure == "stop" or soak.ABSENT in error
+    outcome = soak.judge(played(failure, error, calls="init", after_ns=SECOND + 7 if at_timeout else 7))
+    assert (outcome.survivors, outcome.named, outcome.how, outcome.problems) == (1, 1, int(how), [])
+    assert outcome.latencies == [7]
+
+
+@pytest.mark.parametrize("calls, failure, error", [
+    ("init", "kill", "rank 2 of 3 did not join within 5 s; see whether these processes were started"),
+    ("init", "kill", "ranks 0 and 2-4 of 5 did not join within 5 s; see whether these processes were started"),
+    ("init", "kill", "init_process_group failed on rank 0: rank 2 (pid 102) left the job in good order"),
+    ("init", "stop", "all 3 ranks came, but were not there together within 1.5 s: one gave up, or ended"),
+    ("init", "stop", "rank 2 of 3 did not join within 1.5 s; rank 2 (pid 102) is stopped (by SIGSTOP, …)"),
+    ("new_group", "kill", "rank 1 of 2 did not join within 5 s; see whether these processes were started")])
+def test_an_error_of_the_meeting_that_names_another_rank_or_none(calls, failure, error):
+    (problem,) = soak.judge(played(failure, error, calls=calls, after_ns=SECOND + 7)).problems
+    assert "does not name rank 1 as the cause" in problem
+
+
 @pytest.mark.parametrize("failure, error", [
     ("kill", "rank 2 (pid 102) was killed by signal 9 (SIGKILL)"),
     ("kill", "timed out after 60 s waiting for rank 1 (pid 101)"),
