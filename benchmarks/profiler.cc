@@ -83,9 +83,9 @@ int64_t time_additions(const std::string& how, int64_t count) {
 }
 
 int64_t time_scopes(int64_t count) {
-  const int64_t before = lockstep::bench::wall_clock();
+  const int64_t before = lockstep::benchmarks::wall_clock();
   for (int64_t i = 0; i < count; ++i) const lockstep::profiler::RecordFunction scope("augment");
-  return lockstep::bench::wall_clock() - before;
+  return lockstep::benchmarks::wall_clock() - before;
 }
 
 int64_t time_export(const std::string& how, int64_t count) {
