@@ -224,7 +224,8 @@ TEST(PipelinesMisuse, SparseAndQuantizedTensorsBetweenStagesAreRefused) {
     const auto quantized = [](const at::Tensor& x) {
       return at::quantize_per_tensor(x, /*scale=*/0.1, /*zero_point=*/0, at::kQUInt8);
     };
-    for (const std::function<at::Tensor(const at::Tensor&)>& of_first : {+sparse, +quantized}) {
+    for (const auto& of_first : {std::function<at::Tensor(const at::Tensor&)>(sparse),
+                                 std::function<at::Tensor(const at::Tensor&)>(quantized)}) {
       const auto identity = [](const at::Tensor& x) { return x; };
       const auto group = new_group();
       const auto stage = rank == 0 ? PipelineStage(of_first, 0, 2, {.group = group})
