@@ -194,8 +194,7 @@ INSTANTIATE_TEST_SUITE_P(Places, RankStoppedInAStep,
                          ::testing::Values(Stop{"announcing_the_first", "announce=kill(19)@1"},
                                            Stop{"reducing_the_first", "reduce=kill(19)@1"},
                                            Stop{"reducing_the_second", "reduce=kill(19)@2"},
-                                           Stop{"reducing_the_last", "reduce=kill(19)@3"},
-                                           Stop{"finishing_the_last", "finish=kill(19)@3"}),
+                                           Stop{"finishing_the_second", "finish=kill(19)@2"}),
                          [](const auto& info) { return std::string(info.param.name); });
 
 TEST(DdpFailure, WhoIsBehindGetsTheStateOfOneThatIsAhead) {

@@ -92,9 +92,9 @@ void asking(int rank) {
   auto last = lockstep::new_group({2, 3});
   // [get_group_rank, get_global_rank, get_process_group_ranks]
   TORCH_CHECK(lockstep::get_group_rank(world, 3) == 3 && lockstep::get_global_rank(world, 0) == 0);
-  const std::vector<int> ranks = lockstep::get_process_group_ranks();  // 0, 1, 2, 3
+  const std::vector<int> in_order = lockstep::get_process_group_ranks();  // 0, 1, 2, 3
   // [end]
-  expect(ranks == std::vector<int>{0, 1, 2, 3});
+  expect(in_order == std::vector<int>{0, 1, 2, 3});
   if (lockstep::is_member(last)) expect(lockstep::get_group_rank(last, 3) == 1);
   // [get_topology]
   const auto topology = lockstep::get_topology();
