@@ -194,7 +194,7 @@ INSTANTIATE_TEST_SUITE_P(Places, RankStoppedInAStep,
                          ::testing::Values(Stop{"announcing_the_first", "announce=kill(19)@1"},
                                            Stop{"reducing_the_first", "reduce=kill(19)@1"},
                                            Stop{"reducing_the_second", "reduce=kill(19)@2"},
-                                           Stop{"finishing_the_second", "finish=kill(19)@2"}),
+                                           Stop{"finishing", "finish=kill(19)@1"}),
                          [](const auto& info) { return std::string(info.param.name); });
 
 TEST(DdpFailure, WhoIsBehindGetsTheStateOfOneThatIsAhead) {
