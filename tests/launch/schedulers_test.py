@@ -35,7 +35,7 @@ NodeName={names[1]} NodeAddr={addresses[1]} CPUs=2
 PartitionName=all Nodes=ALL Default=YES
 """
 CGROUP = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"  # with cgroup/v2 slurmd wants systemd
-JOB_FILE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "jobs" / "slurm.sbatch"
+JOBS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "jobs"
 REQUEUE_SECONDS = 120
 LOST_AFTER = 15  # seconds without a word of slurmd
 
@@ -120,7 +120,7 @@ def test_the_job_file_of_open_mpi_starts_a_program_on_two_hosts(programs, make_h
     (programs.folder / "train").symlink_to(programs.find("all_reduce"))
     root = {"OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1}
     path = f"{commands}:{pathlib.Path(programs.find('lockstep')).parent}:{os.environ['PATH']}"
-    job = [*net.inside(0, "sh", JOB_FILE.with_name("open_mpi.sh"))]
+    job = [*net.inside(0, "sh", JOBS / "open_mpi.sh")]
     done = programs.run(*job, PATH=path, OMPI_MCA_plm_rsh_agent=net.remote_shell(), **root)
     done = dataclasses.replace(done, stdout=re.sub(r"^\[rank \d\] ", "", done.stdout, flags=re.M))
     check_roles(done, "Open MPI")
@@ -150,6 +150,11 @@ class Cluster:
     def start_host(self, host):
         words = [self.daemons["slurmd"], "-D", "-N", self.net.names[host], "-f", self.configuration]
         self.programs.start(*self.net.inside(host, *words))
+
+    def requeue_at(self, status):
+        """Batch scripts that end so are started again."""
+        self.configuration.write_text(self.configuration.read_text() + f"RequeueExit={status}\n")
+        assert self.programs.run(*self("scontrol"), "reconfigure").status == 0
 
     def kill_host(self, host):
         """As a loss of power does: no connection is closed."""
@@ -190,45 +195,68 @@ def wait_until(condition, seconds):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("loss", ["a signal", pytest.param("a host", marks=pytest.mark.long)])
-def test_a_job_that_slurm_requeues_ends_with_the_weights_of_an_undisturbed_one(programs, slurm, loss):
-    """The job file of the documentation: stopped by a signal all processes end with 75, and Slurm starts the job again; it
+# The number of tasks on each host, and what each of them is.
+JOB_FILES = {
+    "slurm.sbatch": (1, ["lockstep", "run", "-n", 2, "--secret-file", "key", "./train"]),
+    "slurm_srun.sbatch": (2, ["./train"]),
+}
+
+
+@pytest.mark.parametrize("file, loss", [
+    ("slurm.sbatch", "a signal"),
+    pytest.param("slurm.sbatch", "a host", marks=pytest.mark.long),
+    ("slurm_srun.sbatch", "a signal"),
+    pytest.param("slurm_srun.sbatch", "a signal, and RequeueExit", marks=pytest.mark.long),
+    pytest.param("slurm_srun.sbatch", "a host", marks=pytest.mark.long),
+])  # fmt: skip
+def test_a_job_that_slurm_requeues_ends_with_the_weights_of_an_undisturbed_one(programs, slurm, file, loss):
+    """The job files of the documentation: stopped by a signal all processes end with 75, and Slurm starts the job again; it
     does so, too, when a host is lost, and the job waits until there is one in its place."""
     train = programs.folder / "train"
     options = '--checkpoints "${RUN:-run}" --samples 120 --epochs 4 --step-milliseconds 20'
     train.write_text(f"#!/bin/sh\nexec {programs.find('resume')} {options}\n")
     train.chmod(0o755)
     (programs.folder / "key").write_text("0123456789abcdef" * 4)
-    agent = [programs.find("lockstep"), "run", "-n", 2, "--secret-file", "key", "./train"]
-    done = programs.run(*slurm("srun"), "-N", 2, "--ntasks-per-node", 1, *agent, RUN="undisturbed")
+    tasks, words = JOB_FILES[file]
+    step = ["-N", 2, "--ntasks-per-node", tasks, *map(programs.find, words)]
+    done = programs.run(*slurm("srun"), *step, RUN="undisturbed")
     if "built without OpenSSL" in done.stderr or "needs UCX" in done.stderr:
         pytest.skip("lockstep was built without OpenSSL, or there is no UCX")
     assert done.status == 0, done.text
     weights = re.search("weights: [0-9a-f]{16}", done.stdout)[0]
 
+    script = (JOBS / file).read_text()
+    if "RequeueExit" in loss:
+        script = re.sub("^if .*scontrol requeue.*\n", "", script, flags=re.M)
+        slurm.requeue_at(75)
+    (programs.folder / file).write_text(script)
     path = f"{pathlib.Path(programs.find('lockstep')).parent}:{os.environ['PATH']}"
-    job = programs.run(*slurm("sbatch"), "--parsable", JOB_FILE, PATH=path)
+    job = programs.run(*slurm("sbatch"), "--parsable", file, PATH=path)
     assert job.status == 0, job.text
     number, output = job.stdout.strip(), programs.folder / f"slurm-{job.stdout.strip()}.out"
+
+    def state():
+        return programs.run(*slurm("squeue"), "--noheader", "--states=all", "--format=%T", f"--jobs={number}").stdout.strip()
+
     wait_until(lambda: list((programs.folder / "run").glob("step-*")), 60)
-    if loss == "a signal":
-        programs.run(*slurm("scancel"), "--signal=TERM", number)
-    else:
+    if loss == "a host":
         slurm.kill_host(1)
-        state = [*slurm("squeue"), "--noheader", "--format=%T", f"--jobs={number}"]
-        wait_until(lambda: "PENDING" in programs.run(*state).stdout, REQUEUE_SECONDS)
+        wait_until(lambda: state() == "PENDING", REQUEUE_SECONDS)
         slurm.net.heal(1)
         slurm.start_host(1)
+    else:
+        programs.run(*slurm("scancel"), "--signal=TERM", number)
 
     def has_ended():
         # Slurm waits for two minutes before it starts a job again, unless it is told to do so now. After the loss of a host they
         # are needed: what its daemons still tell of the first start is else counted against the second, whose srun then finds
         # one host in its allocation of two.
-        if loss == "a signal":
+        if loss != "a host":
             programs.run(*slurm("scontrol"), "update", f"JobId={number}", "StartTime=now")
-        return "weights: " in output.read_text()
+        return "weights: " in output.read_text() and state() not in ("RUNNING", "COMPLETING")
 
     wait_until(has_ended, 2 * REQUEUE_SECONDS)
     text = output.read_text()
-    assert weights in text and ("the status is 75" in text) == (loss == "a signal"), text
+    assert weights in text and ("the status is 75" in text) == (loss != "a host"), text
     assert "each sample once in each epoch: yes" in text, text
+    assert state() == "COMPLETED", text
