@@ -6,19 +6,10 @@ import signal
 import time
 
 import pytest
+from agents import server_of
 from support import HANG, wait_for_end
 
 ONE_CORE = ("--cpu-list", min(os.sched_getaffinity(0)))  # more processes than cores are worth a server
-
-
-def children_of(pid):
-    """All of them, whichever thread has started them, by name."""
-    pids = [int(child) for task in pathlib.Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    return {pid: pathlib.Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids}
-
-
-def server_of(launcher):
-    return [pid for pid, name in children_of(launcher.pid).items() if name == "lockstep-fork"]
 
 
 def forked_processes(launcher, generation):

@@ -11,7 +11,7 @@ import signal
 import socket
 
 import pytest
-from agents import FAST, STAY, TELL, Job, wait_until_ended
+from agents import FAST, STAY, TELL, ForkedProgram, Job, Shells, server_of, so_often, wait_until_ended
 from hosts import PORT
 from ports import free_port
 from support import HANG
@@ -134,14 +134,28 @@ def test_a_second_signal_ends_an_agent_whose_workers_have_ended_by_the_first(pro
     programs.wait_until_gone()
 
 
-def test_the_others_go_on_when_an_agent_is_killed(programs):
+def worker_and_server(agent, workers, rank, world):
+    """The pids of its worker, once that says so, and of the process from which that was forked, if it was."""
+    worker = int(agent.wait_for(workers.said(rank, world))[1])
+    servers = server_of(agent)
+    assert len(servers) == workers.servers
+    return [worker, *servers]
+
+
+WORKERS = pytest.mark.parametrize("workers", [Shells, ForkedProgram])
+
+
+@WORKERS
+def test_the_others_go_on_when_an_agent_is_killed(programs, workers):
     job = Job(programs, "1:2")
-    first = job.start_coordinator(1, STAY)
-    second = job.start(1, STAY)
-    worker = int(second.wait_for(r"rank 1 of 2.*in process (\d+)")[1])
+    first = job.start_coordinator(1, workers.program)
+    second = job.start(1, workers.program)
+    processes = worker_and_server(second, workers, 1, 2)
+    before = first.count(workers.said(0, 1))
     second.kill()
-    wait_until_ended(worker)
-    first.wait_for("rank 0 of 1.*start [2-9]")
+    for process in processes:
+        wait_until_ended(process)
+    first.wait_for(so_often(workers.said(0, 1), before + 1))
     first.kill(signal.SIGINT)
     assert first.finish().status == 130
     programs.wait_until_gone()
@@ -149,37 +163,42 @@ def test_the_others_go_on_when_an_agent_is_killed(programs):
 
 @pytest.mark.long
 @pytest.mark.parametrize("attempt", range(5))
-def test_killed_agents_leave_no_worker_and_the_rest_go_on(programs, attempt):
+@WORKERS
+def test_killed_agents_leave_no_worker_and_the_rest_go_on(programs, workers, attempt):
     """A hundred of them in all. In few rounds of a job: the coordinator takes a host in later with each time that it was lost."""
     hosts, rounds = 10, 2
     job = Job(programs, f"1:{hosts + 1}")
-    first = job.start_coordinator(1, STAY)
-    alone = r"rank 0 of 1,[^\n]*in process"
+    first = job.start_coordinator(1, workers.program)
     for _ in range(rounds):
-        agents = [job.start(1, STAY) for _ in range(hosts)]
-        workers = [int(agent.wait_for(rf"rank [0-9]+ of {hosts + 1}.*in process (\d+)")[1]) for agent in agents]
-        before = first.count(alone)
+        agents = [job.start(1, workers.program) for _ in range(hosts)]
+        processes = [pid for agent in agents for pid in worker_and_server(agent, workers, "[0-9]+", hosts + 1)]
+        before = first.count(workers.said(0, 1))
         for agent in agents:
             agent.kill()
-        for worker in workers:
-            wait_until_ended(worker)
-        first.wait_for(rf"(?s)(?:{alone}.*?){{{before + 1}}}")
+        for process in processes:
+            wait_until_ended(process)
+        first.wait_for(so_often(workers.said(0, 1), before + 1))
     first.kill(signal.SIGTERM)
     assert first.finish().status == 143
     programs.wait_until_gone()
 
 
 @pytest.mark.long
-def test_a_hundred_jobs_in_a_row_meet_at_one_port_and_leave_nothing(programs):
+@pytest.mark.parametrize("program, options, said", [
+    (TELL, [], "rank {rank} of 2, "),
+    (["all_reduce"], ["--max-restarts", 1], "rank {rank} now has [1, 1]\n"),  # by processes that are forked
+], ids=["sh", "all_reduce"])  # fmt: skip
+def test_a_hundred_jobs_in_a_row_meet_at_one_port_and_leave_nothing(programs, program, options, said):
     port = free_port()
     before = {folder: set(os.listdir(folder)) for folder in ("/dev/shm", programs.folder)}
     for _ in range(100):
         job = Job(programs, 2, port=port)
-        agents = [job.start(1, TELL), job.start(1, TELL)]
+        agents = [job.start(1, program, *options) for _ in range(2)]
         done = [agent.finish() for agent in agents]
         assert [result.status for result in done] == [0, 0], done
-        lines = sorted("".join(result.stdout for result in done).splitlines())
-        assert len(lines) == 2 and all(f"rank {rank} of 2, " in line for rank, line in enumerate(lines)), lines
+        text = "".join(result.stdout for result in done)
+        for rank in range(2):
+            assert text.count(f"[rank {rank}] " + said.format(rank=rank)) == 1, text
     programs.wait_until_gone()
     for folder, files in before.items():
         assert not [name for name in set(os.listdir(folder)) - files if "lockstep" in name], folder
@@ -290,18 +309,21 @@ def test_a_late_host_says_too_and_each_once_that_it_sets_the_number_of_threads(p
         assert done.stderr.count("OMP_NUM_THREADS is not set; each of the 2 processes") == 1, done.text
 
 
-def test_the_workers_of_an_agent_that_is_stopped_end_and_it_comes_back(programs):
+@WORKERS
+def test_the_workers_of_an_agent_that_is_stopped_end_and_it_comes_back(programs, workers):
     job = Job(programs, "1:2")
-    first = job.start_coordinator(1, STAY)
-    second = job.start(1, STAY)
-    worker = int(second.wait_for(r"rank 1 of 2.*in process (\d+)")[1])
+    first = job.start_coordinator(1, workers.program)
+    second = job.start(1, workers.program)
+    worker = int(second.wait_for(workers.said(1, 2))[1])
+    before = first.count(workers.said(0, 1))
     second.kill(signal.SIGSTOP)
-    first.wait_for("rank 0 of 1.*start [2-9]")
+    first.wait_for(so_often(workers.said(0, 1), before + 1))
     wait_until_ended(worker)
     second.kill(signal.SIGCONT)
-    second.wait_for(r"rank 1 of 2.*start [2-9]")
+    second.wait_for(so_often(workers.said(1, 2), 2))
     first.kill(signal.SIGTERM)
     assert (first.finish().status, second.finish().status) == (143, 143)
+    programs.wait_until_gone()
 
 
 def test_an_agent_that_is_stopped_until_its_workers_end_has_not_failed(programs):
