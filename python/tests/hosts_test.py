@@ -1,9 +1,11 @@
-"""The backend over two pretended hosts: what other tests of this folder ask of it on one, and what hosts add."""
+"""The backend over two hosts, which are mostly pretended: what other tests of this folder ask of it on one, and what hosts add."""
 
 import copy
 import datetime
 import os
 import signal
+import subprocess
+import sys
 
 import collectives_test
 import ddp_test
@@ -14,6 +16,8 @@ import gloo_test
 import pytest
 import torch
 import torch.distributed as dist
+from hosts import PORT
+from processes import PROGRAMS, run_programs
 from ranks import BACKEND, RanksFailed, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -117,6 +121,31 @@ def test_a_killed_rank_is_named_on_all_hosts():
     failures = {3: signal.SIGKILL} | {rank: dist.DistBackendError for rank in range(3)}
     for said in run_ranks(killed, 4, hosts=2, expect=failures)[:3]:
         assert "rank 3" in said and "host-1" in said, said
+
+
+LOCKSTEP_RUN = "lockstep run"
+NO_TUNNEL = "lockstep run --no-tunnel"
+
+
+@pytest.mark.parametrize("launcher, port", [
+    (LOCKSTEP_RUN, PORT + 1),
+    (NO_TUNNEL, PORT + 1),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in [
+        (LOCKSTEP_RUN, PORT), (NO_TUNNEL, PORT), ("torchrun", PORT), ("torchrun", PORT + 1)]),
+])  # fmt: skip
+def test_a_program_may_set_its_place_under(bin_dir, make_hosts, launcher, port):
+    """At the port of the launcher's, and at another one, where rank 0 serves a store."""
+    run = [bin_dir / "lockstep", "run", "--nnodes", "2"]
+    if "built without OpenSSL" in subprocess.run([*run, "--rdzv-backend", "c10d", "true"], capture_output=True, text=True).stderr:
+        pytest.skip("lockstep was built without OpenSSL")
+    net = make_hosts(2)
+    words = {"torchrun": [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--no-python"],
+             LOCKSTEP_RUN: [*run, "--no-prefix"], NO_TUNNEL: [*run, "--no-prefix", "--no-tunnel"]}[launcher]
+    words += ["--master-addr", net.addresses[0], "--master-port", PORT]
+    program = [sys.executable, PROGRAMS / "start.py", f"{net.addresses[0]}:{port}", BACKEND]
+    secret = {"LOCKSTEP_JOB_SECRET": "0123456789abcdef" * 4}
+    text = run_programs([(net.inside(host, *words, "--node-rank", host, *program), secret) for host in range(2)])
+    assert sorted(text.splitlines()) == [f"rank {rank} of 2: 3.0 by ProcessGroupLockstep" for rank in range(2)]
 
 
 LARGE = 8192  # elements: what is smaller than 16 KiB is not shortened

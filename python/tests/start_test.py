@@ -78,11 +78,12 @@ def test_torchrun():
 
 
 @pytest.mark.skipif(BACKEND == "gloo", reason="without `import lockstep` torch waits for the launcher's store")
-@pytest.mark.parametrize("way", ["env", "an address of its own", "tcp"])
+@pytest.mark.parametrize("way", ["env", "an address of its own", "a place of its own", "tcp"])
 @pytest.mark.parametrize("launcher", ["lockstep run", "torchrun"])
 def test_a_program_may_set_the_address_under(bin_dir, launcher, way):
     """Where the program sets MASTER_ADDR and MASTER_PORT, there no launcher's store is, so rank 0 serves one."""
-    place = {"env": "env", "tcp": f"tcp://localhost:{free_port()}"}.get(way, free_port())
+    port = free_port()
+    place = {"env": "env", "tcp": f"tcp://localhost:{port}", "a place of its own": f"localhost:{port}"}.get(way, port)
     words = {"lockstep run": [bin_dir / "lockstep", "run", "--no-prefix"],
              "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]}[launcher]
     text = run_program(*words, "--nproc-per-node", 2, sys.executable, START, place, BACKEND)

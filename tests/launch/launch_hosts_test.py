@@ -40,18 +40,23 @@ def test_a_collective_runs_over_two_agents(programs, hosts):
     check_sums([agent.finish() for agent in agents])
 
 
-@pytest.mark.parametrize("own_store, options", [
+OWN_RANK = "RANK=$((2 * GROUP_RANK + LOCAL_RANK)) WORLD_SIZE=3"
+
+
+@pytest.mark.parametrize("own_place, options", [
     ("", []),
     ("MASTER_ADDR={0} MASTER_PORT={1}", []),
     ("MASTER_ADDR={0} MASTER_PORT={1}", ["--no-tunnel"]),
     ("MASTER_ADDR={0} MASTER_PORT={2}", []),  # the agents' own
     ("MASTER_ADDR={0} MASTER_PORT={2}", ["--no-tunnel"]),
+    (f"{OWN_RANK} MASTER_ADDR={{0}} MASTER_PORT={{1}}", []),
+    (f"{OWN_RANK} MASTER_ADDR={{0}} MASTER_PORT={{1}}", ["--no-tunnel"]),
 ])  # fmt: skip
-def test_a_collective_runs_over_two_network_namespaces(programs, make_hosts, own_store, options):
-    """Also in a program that sets a meeting point of its own, as tutorials do."""
+def test_a_collective_runs_over_two_network_namespaces(programs, make_hosts, own_place, options):
+    """Also in a program that sets a meeting point of its own, as tutorials do, and its rank."""
     net = make_hosts(2)
     job = Job(programs, 2, port=PORT, host=net.addresses[0])
-    script = f"{own_store.format(net.addresses[0], PORT + 1, PORT)} exec {programs.find('all_reduce')}"
+    script = f"{own_place.format(net.addresses[0], PORT + 1, PORT)} exec {programs.find('all_reduce')}"
     first = job.start_coordinator(2, script, *options, inside=net.inside(0))
     agents = [first, job.start(1, script, *options, inside=net.inside(1))]
     check_sums([agent.finish() for agent in agents])

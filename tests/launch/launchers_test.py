@@ -140,7 +140,8 @@ def test_an_explicit_tcp_method_wins_over_the_launchers_variables(programs):
     assert len(meet(programs, f"tcp://127.0.0.1:{support.free_port()}", 2, **launched)) == 2
 
 
-# The start of PyTorch's tutorials: the program itself sets MASTER_ADDR and MASTER_PORT. No launcher's agent listens there.
+# The start of PyTorch's tutorials: the program itself sets MASTER_ADDR and MASTER_PORT, and maybe RANK and WORLD_SIZE. No
+# launcher's agent listens there.
 
 SUMS = [f"rank {rank} of 2 has the sum 1" for rank in range(2)]
 
@@ -167,6 +168,13 @@ def test_under_lockstep_run_a_program_may_set_the_address(programs, host):
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_program_may_set_the_address_under(programs, launcher):
     done = launcher(programs, "meeting_driver", *own_address())
+    assert [re.sub(r" \(pid \d+\)", "", line) for line in lines_of(done)] == SUMS
+
+
+@pytest.mark.parametrize("launcher", [lockstep_run, torchrun])
+def test_a_program_may_set_its_rank_too_under(programs, launcher):
+    own = 'exec "$0" --set RANK=$LOCAL_RANK --set WORLD_SIZE=$LOCAL_WORLD_SIZE "$@"'
+    done = launcher(programs, "sh", "-c", own, programs.find("meeting_driver"), *own_address())
     assert [re.sub(r" \(pid \d+\)", "", line) for line in lines_of(done)] == SUMS
 
 

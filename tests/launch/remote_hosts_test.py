@@ -75,6 +75,18 @@ def test_one_command_runs_a_job_on_two_hosts(programs, cluster):
     programs.wait_until_gone()
 
 
+@pytest.mark.parametrize("port", [4000, 4001])
+def test_a_program_may_set_its_place(programs, cluster, port):
+    """At the port at which the agents meet, and at another one, where rank 0 serves a store."""
+    place = f"RANK=$((2 * GROUP_RANK + LOCAL_RANK)) WORLD_SIZE=3 MASTER_ADDR=host-a MASTER_PORT={port}"
+    script = f"{place} exec {programs.find('all_reduce')}"
+    done = cluster.run("host-a:2,host-b:1", "--master-port", 4000, "--no-prefix", "sh", "-c", script)
+    done.skip_without_ucx()
+    assert done.status == 0, done.text
+    sums = sorted(line for line in done.stdout.splitlines() if "now has" in line)
+    assert sums == [f"rank {rank} now has [3, 3]" for rank in range(3)], done.text
+
+
 def test_hosts_are_filled_in_their_order_and_get_variables_and_options(programs, cluster):
     script = f'{TELL} has "$NAME", $UCX_LOG_LEVEL, $GIVEN, "<$OWN>", "<$LOCKSTEP_JOB_SECRET>" in $PWD for $TORCHELASTIC_RUN_ID'
     variables = {"NAME": "a 'b'", "UCX_LOG_LEVEL": "error", "OWN": "no"}

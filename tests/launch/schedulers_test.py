@@ -1,11 +1,12 @@
-"""mpirun and Slurm start a program, or lockstep run, on two hosts: these find each other by what they tell, and reduce over
-the cable."""
+"""mpirun, Slurm and torchrun start a program, or lockstep run, on two hosts: these find each other by what they tell, and reduce
+over the cable."""
 
 import dataclasses
 import os
 import pathlib
 import re
 import shutil
+import sys
 import time
 
 import pytest
@@ -83,6 +84,30 @@ def test_under_mpirun_a_program_on_two_hosts_may_set_its_place(programs, make_ho
     place = ["-n", 4, "--host", ",".join(f"{name}:2" for name in net.names)]
     program = sets_its_place(programs, net, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     check_sums(programs.run(*net.inside(0, mpirun, *options, *place, *program)))
+
+
+@pytest.mark.parametrize("backend, port", [("static", PORT), ("static", PORT + 1), ("c10d", PORT + 1)])
+def test_under_torchrun_a_program_on_two_hosts_may_set_its_place(programs, make_hosts, backend, port):
+    """At the port of torchrun's store, and at another one, where rank 0 serves a store."""
+    torchrun = shutil.which("torchrun", path=pathlib.Path(sys.executable).parent)
+    if not torchrun:
+        pytest.skip("no torchrun beside this Python")
+    net = make_hosts(2)
+    options = ["--no-python", "--nnodes", 2, "--nproc-per-node", 2, "--rdzv-backend", backend]
+    options += ["--rdzv-endpoint", f"{net.addresses[0]}:{PORT}", "--rdzv-id", "job"]
+    place = "--set RANK=$((2 * GROUP_RANK + LOCAL_RANK)) --set WORLD_SIZE=4"
+    place += f" --set MASTER_ADDR={net.addresses[0]} --set MASTER_PORT={port}"
+    program = ["sh", "-c", f"exec {programs.find('meeting_driver')} {place} --timeout 20"]
+    agents = []
+    for host in range(2):
+        own = ["--node-rank", host, "--local-addr", net.addresses[host]]
+        agents.append(programs.start(*net.inside(host, torchrun, *options, *own, *program)))
+    done = [agent.finish() for agent in agents]
+    for host, result in enumerate(done):
+        result.skip_without_ucx()
+        assert result.status == 0, result.text
+        for rank in (2 * host, 2 * host + 1):
+            assert re.search(rf"^rank {rank} of 4 \(pid \d+\) has the sum 6$", result.stdout, re.M), result.text
 
 
 SECRET = {"LOCKSTEP_JOB_SECRET": "0123456789abcdef" * 4}

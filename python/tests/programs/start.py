@@ -1,8 +1,8 @@
 """Starts in the given way, adds the ranks up, and tells it: one line from each rank.
 
-    python start.py env|PORT|fork|spawn|tcp://…|file://… [BACKEND]
+    python start.py env|PORT|HOST:PORT|fork|spawn|tcp://…|file://… [BACKEND]
 
-PORT: the program itself sets MASTER_ADDR and MASTER_PORT, as PyTorch's tutorials do.
+PORT: the program itself sets MASTER_ADDR and MASTER_PORT, as PyTorch's tutorials do. HOST:PORT: RANK and WORLD_SIZE, too.
 """
 
 import os
@@ -11,6 +11,8 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+
+PLACE = "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 
 
 def main(rank, place, world_size, backend):
@@ -36,5 +38,11 @@ if __name__ == "__main__":
     elif way.isdigit():
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=way)
         main(int(os.environ["RANK"]), "env://", int(os.environ["WORLD_SIZE"]), backend)
+    elif "//" not in way:
+        host, port = way.split(":")
+        group, groups, local, locals_ = (int(os.environ[name]) for name in PLACE)
+        rank, world_size = group * locals_ + local, groups * locals_
+        os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world_size))
+        main(-1, "env://", -1, backend)
     else:
         main(int(os.environ["RANK"]), way, int(os.environ["WORLD_SIZE"]), backend)
