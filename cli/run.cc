@@ -74,6 +74,7 @@ struct RunArguments {
   std::string tee = "0";
   std::string shown_ranks;
   std::string role = "default";
+  std::string signals_to_handle = launch::RunOptions().signals_to_handle;
   std::string start_method = "forkserver";
   std::string remote_hosts;
   std::string remote_shell = "ssh -T -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5";
@@ -139,6 +140,7 @@ launch::RunOptions options_from(const RunArguments& arguments, const std::vector
   options.nprocs = launch::parse_nprocs(arguments.nproc_per_node);
   options.command = command_from(arguments, words);
   options.role = arguments.role;
+  options.signals_to_handle = arguments.signals_to_handle;
   options.forks_workers = arguments.start_method != "spawn";
   options.virtual_local_rank = arguments.virtual_local_rank;
   for (size_t i = 0; i < options.filters.size(); ++i)
@@ -277,7 +279,7 @@ void print_remote_run(const launch::RemoteRun& run) {
   std::cout << std::endl;
 }
 
-/// Names of signals, as torchrun takes them. All that we pass on are passed on anyhow.
+/// Names of signals, as torchrun takes them. All that we pass on are passed on anyhow; the processes are told these.
 void check_signals(const std::string& text) {
   std::istringstream names(text);
   for (std::string name; std::getline(names, name, ',');) {
@@ -295,9 +297,6 @@ void add_unused_arguments(CLI::App& run) {
        {"--monitor-interval,--monitor_interval", "--event-log-handler,--event_log_handler"}) {
     run.add_option_function<std::string>(names, [](const std::string&) {})->group("");
   }
-  run.add_option_function<std::string>("--signals-to-handle,--signals_to_handle", check_signals)
-      ->envname("PET_SIGNALS_TO_HANDLE")
-      ->group("");
   run.add_flag("--use-env,--use_env")->group("");
   // Of these a program would miss the effect. Not by check(), whose errors do not name an option that no help shows.
   const auto refuse = [&run](const char* names, const char* why) {
@@ -395,6 +394,13 @@ void add_run(CLI::App& program, int& status) {
       ->check(CLI::IsMember({"forkserver", "fork", "spawn"}))
       ->capture_default_str();
   add_unused_arguments(*run);
+  run->add_option_function<std::string>("--signals-to-handle,--signals_to_handle",
+                                        [arguments](const std::string& names) {
+                                          check_signals(names);
+                                          arguments->signals_to_handle = names;
+                                        })
+      ->envname("PET_SIGNALS_TO_HANDLE")
+      ->group("");
   run->add_flag("--no-prefix,--no_prefix", arguments->no_prefix, "Do not mark output lines with their rank");
   run->add_flag("--dry-run,--dry_run", arguments->dry_run,
                 "Print what would run here, with which variables, and start nothing");

@@ -104,19 +104,26 @@ def test_without_the_tunnel_the_store_is_at_the_coordinators_address(programs, m
         assert f"[rank {rank}] meets at {net.addresses[0]}:{PORT}\n" in done[rank // 2].stdout, done
 
 
-# Of the launcher's own, or of the moment. TORCHELASTIC_SIGNALS_TO_HANDLE is what torchrun tells its own agent, in that
-# process's environment; workers inherit it and have no use for it.
-DIFFERS = ("LOCKSTEP_", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "_=", "SHLVL")
+# Of the launcher's own, or of the moment.
+DIFFERS = ("LOCKSTEP_", "TORCHELASTIC_ERROR_FILE", "_=", "SHLVL")
 
 
-def test_workers_have_torchruns_environment(programs, make_hosts):
+def without(lines, *beginnings):
+    return [line for line in lines if not line.startswith(beginnings)]
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_workers_have_torchruns_environment(programs, make_hosts, backend):
     """All of it without the tunnel, and with it all but where the store is. ROLE_RANK and ROLE_WORLD_SIZE count a role's ranks."""
     torchrun = shutil.which("torchrun", path=pathlib.Path(sys.executable).parent)
     if not torchrun:
         pytest.skip("no torchrun beside this Python")
     net = make_hosts(2)
-    place = ["--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 3]
-    place += ["--rdzv-backend", "static", "--master-addr", net.addresses[0], "--master-port", PORT]
+    place = ["--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 3, "--rdzv-backend", backend]
+    if backend == "static":
+        place += ["--master-addr", net.addresses[0], "--master-port", PORT]
+    else:
+        place += ["--rdzv-endpoint", f"{net.addresses[0]}:{PORT}", "--rdzv-id", "job"]
     run = [programs.find("lockstep"), "run"]
     launchers = {"torchrun": [torchrun, "--no-python"], "no tunnel": [*run, "--no-tunnel"], "tunnel": run}
     seen = {}
@@ -130,13 +137,13 @@ def test_workers_have_torchruns_environment(programs, make_hosts):
         assert [result.status for result in done] == [0, 0], done
         for rank in range(4):
             lines = (programs.folder / f"{name}_{rank}").read_text().splitlines()
-            seen[name, rank] = sorted(line for line in lines if not line.startswith(DIFFERS))
+            seen[name, rank] = sorted(without(lines, *DIFFERS))
     for rank in range(4):
-        assert seen["no tunnel", rank] == seen["torchrun", rank]
+        drawn = ["MASTER_PORT="] if backend == "c10d" else []  # torchrun takes a free port for its workers' store
+        assert without(seen["no tunnel", rank], *drawn) == without(seen["torchrun", rank], *drawn)
         place = [line for line in seen["tunnel", rank] if line.startswith("MASTER_")]
         assert place[0] == "MASTER_ADDR=127.0.0.1" and place[1].startswith("MASTER_PORT="), place
-        rest = [line for line in seen["torchrun", rank] if not line.startswith("MASTER_")]
-        assert [line for line in seen["tunnel", rank] if line not in place] == rest
+        assert without(seen["tunnel", rank], "MASTER_") == without(seen["torchrun", rank], "MASTER_")
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "[::1]"])

@@ -220,6 +220,16 @@ def test_what_means_nothing_here_is_taken(programs):
     assert done.status == 0 and done.stdout == "started\n", done.text
 
 
+@pytest.mark.parametrize("words, told", [
+    ([], "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
+    (["--signals-to-handle", "SIGTERM,SIGUSR1"], "SIGTERM,SIGUSR1"),
+])  # fmt: skip
+def test_processes_are_told_the_signals_to_handle(programs, words, told):
+    command = ["sh", "-c", "echo $TORCHELASTIC_SIGNALS_TO_HANDLE"]
+    done = programs.run("lockstep", "run", *words, *command, TORCHELASTIC_SIGNALS_TO_HANDLE="an outer torchrun's")
+    assert done.status == 0 and done.stdout == f"{told}\n", done.text
+
+
 SPEAK = "echo out $RANK; echo err $RANK >&2"
 
 

@@ -44,7 +44,8 @@ struct RunOptions {
   bool forks_workers = true;
   // Of each local rank, on which it stays; empty: all have those of this process.
   std::vector<std::vector<int>> cores = {};
-  std::string role = "default";  // ROLE_NAME
+  std::string role = "default";                                     // ROLE_NAME
+  std::string signals_to_handle = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";  // TORCHELASTIC_SIGNALS_TO_HANDLE
   // Each process has LOCAL_RANK=0 and sees one GPU, as device 0: that of its local rank among those that CUDA_VISIBLE_DEVICES
   // names here.
   bool virtual_local_rank = false;
@@ -78,9 +79,9 @@ RunOptions checked_options(RunOptions options);
 
 /// Runs the job; writes the workers' output and, when a rank failed, a report to this process's standard
 /// streams. Each worker has torchrun's environment (see RankVariables), TORCHELASTIC_ERROR_FILE,
-/// LOCKSTEP_RUN=1, LOCKSTEP_EXIT_STATUS_FD and, where the launcher's standard error is a terminal,
-/// LOCKSTEP_TERMINAL_COLUMNS with the width that a progress bar may have. OMP_NUM_THREADS=1 when it is unset
-/// and there are several.
+/// TORCHELASTIC_SIGNALS_TO_HANDLE, LOCKSTEP_RUN=1, LOCKSTEP_EXIT_STATUS_FD and, where the launcher's standard
+/// error is a terminal, LOCKSTEP_TERMINAL_COLUMNS with the width that a progress bar may have. OMP_NUM_THREADS=1
+/// when it is unset and there are several.
 ///
 /// Standard input: rank 0 has the launcher's, unless that is a terminal (a worker's process group is never in
 /// its foreground, so that reading would stop it); the others, and then rank 0 too, have /dev/null.

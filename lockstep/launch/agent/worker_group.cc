@@ -239,6 +239,8 @@ GroupEnd end_of(const RankVariables& variables, const std::vector<Ending>& endin
 WorkerEnvironment common_environment(const RunOptions& options, size_t columns) {
   auto result = WorkerEnvironment::inherited();
   result.set("LOCKSTEP_RUN", "1");
+  // torchrun's workers inherit it, and those that start processes by torch.distributed.elastic heed it.
+  result.set("TORCHELASTIC_SIGNALS_TO_HANDLE", options.signals_to_handle);
   if (!result.has("LOCKSTEP_PROFILE")) result.set("LOCKSTEP_PROFILE", "on_signal");
   result.unset("LOCKSTEP_TERMINAL_COLUMNS");
   if (columns > 0) result.set("LOCKSTEP_TERMINAL_COLUMNS", std::to_string(columns));
