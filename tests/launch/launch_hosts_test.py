@@ -248,6 +248,21 @@ def test_the_coordinator_says_who_failed_on_another_host_and_why(programs):
     assert "    no such data\n" in done[0].stderr, done[0].text
 
 
+def test_the_coordinator_says_where_the_records_of_another_host_are(programs):
+    job = Job(programs, 2)
+    driver = f"{programs.find('meeting_driver')} --forever"
+    script = f"export LOCKSTEP_TEST_HOST=host-$GROUP_RANK; test $RANK = 0 && {{ {driver}; exec sleep 1000; }}; "
+    script += f"export LOCKSTEP_FAILPOINTS='announce=error(no such thing)@50'; exec {driver}"
+    agents = [job.start_coordinator(1, script), job.start(1, script)]
+    done = [agent.finish() for agent in agents]
+    if any("needs UCX" in result.stderr for result in done):
+        pytest.skip("ranks on several hosts need UCX")
+    assert [result.status for result in done] == [1, 1], done
+    report = r"workers on (\S+) have failed:\n.*rank 1 \(pid \d+ on \1\) failed first.*\n(?:[ ].*\n)*"
+    told = re.search(report + r"lockstep run: the ranks' last operations, on \1: lockstep inspect flight (\S+)\n", done[0].stderr)
+    assert told and programs.run("lockstep", "inspect", "flight", told[2]).stdout, done[0].text
+
+
 def test_the_cause_is_found_across_hosts(programs):
     """Rank 0 fails because of rank 1 on another host, whose process stays until it is ended."""
     job = Job(programs, 2)

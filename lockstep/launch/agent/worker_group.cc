@@ -97,15 +97,19 @@ std::optional<std::string> read_error(const std::string& path) {
   return text ? error_file_message(*text) : std::nullopt;
 }
 
-/// Whether a rank has written a flight record in this folder since then.
-bool has_flight_records(const std::string& folder, std::filesystem::file_time_type since) {
+/// The line that names the folder where ranks of this host have written flight records since then; empty where
+/// none has. `host`: this one's name where there are several.
+std::string records_line(const std::string& folder, std::filesystem::file_time_type since,
+                         const std::string& host) {
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(folder, ignored)) {
     const std::string name = entry.path().filename();
     const bool record = name.starts_with("rank_") && name.ends_with(".json");
-    if (record && entry.last_write_time(ignored) >= since) return true;
+    if (!record || entry.last_write_time(ignored) < since) continue;
+    return "lockstep run: the ranks' last operations" + (host.empty() ? "" : ", on " + host) +
+           ": lockstep inspect flight " + folder + "\n";
   }
-  return false;
+  return {};
 }
 
 using FilteredCopies = std::array<std::optional<FilteredCopy>, 2>;
@@ -217,8 +221,8 @@ std::string ended_by(int signal) {
   return std::string("lockstep run: ended by SIG") + (name == nullptr ? "?" : name) + "\n";
 }
 
-GroupEnd end_of(const RankVariables& variables, const std::vector<Ending>& endings,
-                const std::vector<RankEvidence>& evidence, std::optional<int> interrupted_by) {
+GroupEnd end_of(const std::vector<Ending>& endings, const std::vector<RankEvidence>& evidence, int first_rank,
+                const std::string& host, std::optional<int> interrupted_by) {
   // They were stopped and ask to be started again (RobustLoop): the process that started this job is to know.
   if (!endings.empty() && std::all_of(endings.begin(), endings.end(), [](const Ending& ending) {
         return WIFEXITED(ending.wait_status) && WEXITSTATUS(ending.wait_status) == kTryAgain;
@@ -229,8 +233,7 @@ GroupEnd end_of(const RankVariables& variables, const std::vector<Ending>& endin
   return {.exit_status = interrupted_by ? 128 + *interrupted_by
                          : failed       ? 1
                                         : 0,
-          .report = failure_report(endings, evidence, variables.first_rank,
-                                   variables.group_size > 1 ? host_name() : std::string()),
+          .report = failure_report(endings, evidence, first_rank, host),
           .far_culprit = far_cause_of_failure(endings)};
 }
 
@@ -324,16 +327,16 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
   output.close();
   for (int rank = 0; rank < options.nprocs; ++rank)
     evidence[static_cast<size_t>(rank)].last_lines = output.last_lines(rank);
-  GroupEnd end = end_of(variables, endings, evidence, interrupted_by);
+  const std::string host = variables.group_size > 1 ? host_name() : std::string();
+  GroupEnd end = end_of(endings, evidence, variables.first_rank, host, interrupted_by);
+  const std::string records = records_line(flight_folder, started_at, host);
+  if (!end.report.empty()) end.report += records;
   if (control != nullptr) control->ended(end);
   if (end.exit_status == kTryAgain) {
     output.append("lockstep run: the processes ended with status 75, which asks for another start\n");
   } else {
     output.append(end.report);
-    if ((!end.report.empty() || interrupted_by) && has_flight_records(flight_folder, started_at)) {
-      output.append("lockstep run: the ranks' last operations: lockstep inspect flight " + flight_folder +
-                    "\n");
-    }
+    if (end.report.empty() && interrupted_by) output.append(records);
     if (interrupted_by) output.append(ended_by(*interrupted_by));
   }
   while (interrupted_by && signals.take()) {  // the supervisor has taken them, too

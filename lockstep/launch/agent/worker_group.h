@@ -15,8 +15,9 @@ namespace lockstep::launch {
 
 /// How the workers of one host ended.
 struct GroupEnd {
-  int exit_status = 0;                  // as run() returns it
-  std::string report;                   // of the rank that failed; empty where none did by itself
+  int exit_status = 0;  // as run() returns it
+  // Of the rank that failed, and where this host's flight records are; empty where none did by itself.
+  std::string report;
   std::optional<int> far_culprit = {};  // the rank on another host because of which it did
 };
 

@@ -14,9 +14,11 @@
 #include <gtest/gtest.h>
 
 #include <lockstep/base/boot_clock.h>
+#include <lockstep/base/host_name.h>
 #include <lockstep/base/unique_fd.h>
 #include <lockstep/launch/agent/worker_group.h>
 #include <lockstep/launch/guardian.h>
+#include <lockstep/testing/temporary_folder.h>
 
 namespace lockstep::launch::worker_group_test {
 namespace {
@@ -43,13 +45,17 @@ class Once : public WorkerControl {
   int fd() const override { return event_.get(); }
   std::shared_ptr<ExitStatusTable> exit_status() const override { return nullptr; }
   bool has_lapsed() override { return has_lapsed_; }
-  void ended(const GroupEnd& /*end*/) override { ++ends; }
+  void ended(const GroupEnd& end) override {
+    ++ends;
+    report = end.report;
+  }
   void serve(Supervisor& supervisor) override {
     uint64_t count = 0;
     if (act_ && ::read(event_.get(), &count, sizeof(count)) == sizeof(count))
       std::exchange(act_, {})(supervisor);
   }
-  int ends = 0;  // how often it was told of the workers' end
+  int ends = 0;             // how often it was told of the workers' end
+  std::string report = {};  // what it was told last
 
  private:
   std::function<void(Supervisor&)> act_;
@@ -110,6 +116,22 @@ TEST(WorkerGroup, ReportsRanksOfTheWholeJob) {
   EXPECT_EQ(end.exit_status, 1);
   EXPECT_THAT(end.report, HasSubstr("rank 5 (pid"));
   EXPECT_THAT(end.report, HasSubstr("rank 4 was then ended"));
+}
+
+TEST(WorkerGroup, TellsOtherHostsWhereTheRecordsOfAFailureAre) {
+  const testing::TemporaryFolder folder;
+  Once control(nullptr);
+  const auto adjust = [&](WorkerEnvironment& environment) {
+    environment.set("LOCKSTEP_FLIGHT_DIR", folder.path().string());
+  };
+  // The clock of files may be some milliseconds late.
+  const RunOptions options = shell(1, "touch -d '+1 minute' \"$LOCKSTEP_FLIGHT_DIR/rank_3.json\"; exit 3");
+  run_workers(options, {.nprocs = 1, .first_rank = 3, .world_size = 4, .group_size = 2}, no_store, adjust,
+              &control);
+  EXPECT_THAT(control.report, HasSubstr("rank 3 (pid"));
+  EXPECT_TRUE(control.report.ends_with("lockstep run: the ranks' last operations, on " + host_name() +
+                                       ": lockstep inspect flight " + folder.path().string() + "\n"))
+      << control.report;
 }
 
 TEST(WorkerGroup, ReportsWhereTheWorkersOutputGoesElsewhere) {

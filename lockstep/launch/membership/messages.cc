@@ -16,6 +16,7 @@ constexpr size_t kMostHostBytes = 256;
 constexpr size_t kMostRoleBytes = 256;
 constexpr size_t kMostOptionsBytes = 256;
 constexpr size_t kMostTextBytes = 12000;
+constexpr size_t kMostHeadBytes = 2000;  // of a text whose middle is left out
 
 /// Little-endian numbers; texts with their length in front.
 class MessageWriter {
@@ -101,6 +102,14 @@ class MessageReader {
   bool broken_ = false;
 };
 
+/// A text that is too long without its middle: a failure's report says first who has failed, and last what came last.
+std::string shortened(const std::string& text) {
+  constexpr std::string_view kGap = "\n    …\n";
+  if (text.size() <= kMostTextBytes) return text;
+  const size_t tail = kMostTextBytes - kMostHeadBytes - kGap.size();
+  return text.substr(0, kMostHeadBytes).append(kGap).append(text, text.size() - tail);
+}
+
 enum class Flag : uint8_t { kNo, kYes };
 
 constexpr int32_t kMostRanks = 1 << 30;
@@ -123,7 +132,7 @@ std::string encode(const Status& status) {
   writer.number(status.exit_status);
   writer.number(status.leaving);
   writer.number(status.culprit);
-  writer.text(status.failure, kMostTextBytes);
+  writer.text(shortened(status.failure), kMostTextBytes);
   writer.number(static_cast<uint8_t>(status.watches));
   return writer.take();
 }

@@ -90,7 +90,7 @@ struct Report {
   bool operator==(const Report&) const = default;
 };
 
-/// The longest status and order. Longer texts are cut when they are encoded.
+/// The longest status and order. Longer texts are cut when they are encoded, a failure's report in its middle.
 inline constexpr size_t kMostMessageBytes = 16384;
 /// The longest report. Longer ones are not sent.
 inline constexpr size_t kMostReportBytes = size_t{1} << 20;

@@ -82,11 +82,24 @@ TEST(Messages, NumbersHaveBounds) {
 }
 
 TEST(Messages, LongTextsAreCut) {
+  Order order = kOrder;
+  order.reason = std::string(100000, 'x');
+  const std::string bytes = encode(order);
+  EXPECT_LE(bytes.size(), kMostMessageBytes);
+  EXPECT_EQ(decode_order(bytes).value_or(Order{}).reason, std::string(12000, 'x'));
+}
+
+TEST(Messages, LongReportsOfFailuresKeepTheirBeginAndEnd) {
   Status status = kStatus;
-  status.failure = std::string(100000, 'x');
+  status.failure = "rank 3 failed first" + std::string(100000, 'x') + "the ranks' last operations";
   const std::string bytes = encode(status);
   EXPECT_LE(bytes.size(), kMostMessageBytes);
-  EXPECT_EQ(decode_status(bytes).value_or(Status{}).failure, std::string(12000, 'x'));
+  const std::string told = decode_status(bytes).value_or(Status{}).failure;
+  EXPECT_EQ(told.size(), 12000U);
+  EXPECT_TRUE(told.starts_with("rank 3 failed first") && told.ends_with("the ranks' last operations"));
+  EXPECT_NE(told.find("x\n    …\nx"), std::string::npos);
+  status.failure = std::string(12000, 'x');
+  EXPECT_EQ(decode_status(encode(status)), status);
 }
 
 }  // namespace
