@@ -1,5 +1,7 @@
+#include <chrono>
 #include <gmock/gmock.h>
 #include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -43,6 +45,27 @@ TEST(Membership, RestartsAfterFailuresAsOftenAsAllowed) {
   EXPECT_EQ(decision.action, Action::kEnd);
   EXPECT_EQ(decision.exit_status, 1);
   EXPECT_EQ(decision.reason, "workers on node-0 have failed, and all restarts are used up");
+}
+
+TEST(Membership, EachFurtherRestartWaitsTwiceAsLongUpToHalfAMinute) {
+  const std::vector<int> pauses = {0, 1, 2, 4, 8, 16, 30, 30, 30};
+  Job job = running_job(options(1, 1, static_cast<int>(pauses.size())), 1);
+  for (const int pause : pauses) {
+    job.set(0, HostPhase::kFailed);
+    ASSERT_EQ(job.decide_once().action, Action::kStop);
+    job.obey({0});
+    if (pause > 0) {
+      const MembershipDecision decision = job.decide_once();
+      EXPECT_EQ(decision.action, Action::kWait);
+      EXPECT_EQ(decision.reason, "the workers start again " + std::to_string(pause) + " s after the failure");
+      EXPECT_EQ(decision.look_again_at, job.now + seconds(pause));
+      job.pass(seconds(pause) - std::chrono::milliseconds(1), {0});
+      EXPECT_EQ(job.decide_once().action, Action::kWait);
+      job.pass(std::chrono::milliseconds(1), {0});
+    }
+    ASSERT_EQ(job.decide_once().action, Action::kStart);
+    job.obey({0});
+  }
 }
 
 TEST(Membership, GivesTheOthersTimeToNoticeAFailureByThemselves) {
