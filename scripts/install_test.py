@@ -99,6 +99,17 @@ def test_consumer_builds_and_runs(prefix, tmp_path):
         assert status == 0 and "refused: MlflowWriter: the tracking URI is one of sqlite://" in output, output
 
 
+def test_no_library_needs_openssl(prefix):
+    """lockstep run over hosts does, and programs that are linked with the libraries are to be free of it."""
+    libraries = list(prefix.rglob("liblockstep*.so"))
+    assert libraries
+    for library in libraries:
+        status, output = run("readelf", "-d", library, LC_ALL="C")
+        needed = re.findall(r"\(NEEDED\) .*\[(.*)\]", output)
+        assert status == 0 and "libtorch_cpu.so" in needed, output
+        assert not [name for name in needed if name.startswith(("libssl", "libcrypto"))], (library, needed)
+
+
 def test_a_component_that_was_not_built_is_named(prefix, tmp_path):
     source = (ROOT / "scripts/consumer/CMakeLists.txt").read_text().replace("OPTIONAL_COMPONENTS cuda image mlflow", "COMPONENTS brains")
     (tmp_path / "CMakeLists.txt").write_text(source)

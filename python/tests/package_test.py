@@ -132,6 +132,8 @@ def check_wheel(wheel, folder):
         assert paths == ["$ORIGIN", "$ORIGIN/../torch/lib"], "paths of this machine mean nothing on another"
         needed = [value for tag, value in section if tag == "NEEDED"]
         assert {"libtorch_cpu.so", "liblockstep.so"} & set(needed) and not [value for value in needed if "/" in value]
+        # The program needs OpenSSL where the C++ build has found it.
+        assert name == "lockstep/lockstep" or not [value for value in needed if value.startswith(("libssl", "libcrypto"))]
     return information
 
 
