@@ -31,19 +31,25 @@ const char* to_string(HostCompression compression);
 /// they may be used again.
 class ErrorFeedback {
  public:
-  /// The errors of this rank's part of the host's sum, and of the result that it sends to other hosts. Zeros where
-  /// `count` is another than before.
-  float* of_partial(size_t count) { return resized(partial_, count); }
-  float* of_result(size_t count) { return resized(result_, count); }
+  /// The errors of this rank's part of the host's sum, and of the result that it sends to other hosts. `divisor`: by which the
+  /// sum is divided: the number of ranks of an average, 1 of a sum. Zeros where one of both is another than before, for errors
+  /// are in units of what was encoded.
+  float* of_partial(size_t count, int64_t divisor) { return partial_.of(count, divisor); }
+  float* of_result(size_t count, int64_t divisor) { return result_.of(count, divisor); }
 
  private:
-  static float* resized(std::vector<float>& errors, size_t count) {
-    if (errors.size() != count) errors.assign(count, 0);
-    return errors.data();
-  }
+  struct Errors {
+    float* of(size_t count, int64_t by) {
+      if (values.size() != count || divisor != by) values.assign(count, 0);
+      divisor = by;
+      return values.data();
+    }
+    std::vector<float> values;
+    int64_t divisor = 1;
+  };
 
-  std::vector<float> partial_;
-  std::vector<float> result_;
+  Errors partial_;
+  Errors result_;
 };
 
 /// How the reductions travel that this thread starts while it lives: for programs that average gradients themselves.

@@ -131,13 +131,14 @@ TEST(BetweenHosts, OtherNumbersAreRefused) {
   EXPECT_THAT(message_of<c10::ValueError>([&] { const BetweenHosts scope(none); }), HasSubstr("is 3"));
 }
 
-TEST(ErrorFeedback, BeginsAnewWithAnotherSize) {
+TEST(ErrorFeedback, BeginsAnewWithAnotherSizeOrDivisor) {
   ErrorFeedback feedback;
-  feedback.of_partial(3)[1] = 5;
-  feedback.of_result(3)[1] = 7;
-  EXPECT_EQ(feedback.of_partial(3)[1], 5);
-  EXPECT_EQ(feedback.of_partial(2)[1], 0);
-  EXPECT_EQ(feedback.of_result(3)[1], 7);
+  feedback.of_partial(3, 1)[1] = 5;
+  feedback.of_result(3, 1)[1] = 7;
+  EXPECT_EQ(feedback.of_partial(3, 1)[1], 5);
+  EXPECT_EQ(feedback.of_partial(2, 1)[1], 0);
+  EXPECT_EQ(feedback.of_result(3, 1)[1], 7);
+  EXPECT_EQ(feedback.of_result(3, 4)[1], 0) << "an average of 4 ranks after a sum";
 }
 
 }  // namespace

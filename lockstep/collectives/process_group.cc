@@ -97,6 +97,16 @@ void open_default_group(DefaultWorld& world, const InitOptions& options, Deadlin
                 /*is_default=*/true);
 }
 
+/// Both; errors end with where to read what to do.
+std::shared_ptr<DefaultWorld> meet(const InitOptions& options, Deadline deadline) try {
+  auto world = join_world(options, deadline);
+  open_default_group(*world, options, deadline);
+  return world;
+} catch (c10::Error& error) {
+  error.add_context(group_making::kMeetingAdvice);
+  throw;
+}
+
 }  // namespace
 
 DefaultGroup::~DefaultGroup() {
@@ -115,7 +125,7 @@ int DefaultGroup::size() const {
   return get_world_size();
 }
 
-DefaultGroup init_process_group(const InitOptions& options) try {
+DefaultGroup init_process_group(const InitOptions& options) {
   get_debug_level();  // complains about TORCH_DISTRIBUTED_DEBUG before any rank is waited for
   backend_names::check(options.backend);
   TORCH_CHECK_VALUE(options.timeout > std::chrono::milliseconds(0), "init_process_group: the timeout is ",
@@ -126,8 +136,7 @@ DefaultGroup init_process_group(const InitOptions& options) try {
       "trying to initialize the default process group twice! Call destroy_process_group() first.");
   if (options.device_id) set_device(*options.device_id);
   const Deadline deadline = Deadline::after(options.timeout);
-  auto world = join_world(options, deadline);
-  open_default_group(*world, options, deadline);
+  auto world = meet(options, deadline);
   LOCKSTEP_LOG(kInfo) << "joined " << world->world.world_size << " ranks (" << world->world.launcher
                       << ") in group '" << options.group_name << "', backend "
                       << backend_names::config(world->backend_name) << ", timeout " << options.timeout.count()
@@ -135,9 +144,6 @@ DefaultGroup init_process_group(const InitOptions& options) try {
   flight::watch_signal();
   registry::install(std::move(world));
   return {};
-} catch (c10::Error& error) {
-  error.add_context(group_making::kMeetingAdvice);
-  throw;
 }
 
 void destroy_process_group(const ProcessGroup& group) {

@@ -240,12 +240,12 @@ TEST(MergeTraces, NothingGoesBackInTime) {
 using Missed = std::array<int64_t, 2>;
 
 /// A pipeline of two stages, each on a host with a clock of its own, and no collective: stage 0 sends activations, and gets
-/// gradients. `missed`: how many steps each host has begun to record later.
+/// gradients. `missed`: how many steps each host has begun to record later. `tags`: each micro-batch has one of its own.
 struct PipelineOfHosts {
-  static constexpr int64_t kSteps = 12, kMicroBatches = 4;
+  static constexpr int64_t kMicroBatches = 4;
   static constexpr int64_t kMostLatency = 100'000;
 
-  PipelineOfHosts(unsigned seed, int64_t ahead, const Missed& missed) {
+  PipelineOfHosts(unsigned seed, int64_t ahead, const Missed& missed, int64_t steps, bool tags) {
     std::mt19937_64 random(seed);
     const auto below = [&](int64_t most) {
       return static_cast<int64_t>(random() % static_cast<uint64_t>(most));
@@ -253,14 +253,16 @@ struct PipelineOfHosts {
     std::array<SyntheticTrace, 2> traces = {SyntheticTrace({.rank = 0, .host = "one"}),
                                             SyntheticTrace({.rank = 1, .host = "two", .ahead_ns = ahead})};
     int64_t at = 10'000 * kMs;
-    for (int64_t step = 0; step < kSteps; ++step) {
+    for (int64_t step = 0; step < steps; ++step) {
       for (int64_t message = 0; message < 2 * kMicroBatches; ++message) {
         const int64_t from = message < kMicroBatches ? 0 : 1, to = 1 - from;
+        const int64_t tag = tags ? message : 0;
         at += 2 * kMs + below(kMs);
         const int64_t received = at + kMostLatency / 4 + below(kMostLatency * 3 / 4);
         if (step >= missed.at(from))
-          traces.at(from).add_message("send", to, at, received + below(kMostLatency));
-        if (step >= missed.at(to)) traces.at(to).add_message("recv", from, at - below(2 * kMs), received);
+          traces.at(from).add_message("send", to, at, received + below(kMostLatency), tag);
+        if (step >= missed.at(to))
+          traces.at(to).add_message("recv", from, at - below(2 * kMs), received, tag);
       }
       at += below(10 * kMs);  // what the rest of the step takes is never the same
     }
@@ -269,33 +271,72 @@ struct PipelineOfHosts {
   TemporaryFolder folder;
 };
 
+void expect_on_one_clock(unsigned seed, int64_t ahead, const Missed& missed, int64_t steps, bool tags) {
+  SCOPED_TRACE("seed " + std::to_string(seed) + ", " + std::to_string(steps) + " steps, missed " +
+               std::to_string(missed[0]) + " and " + std::to_string(missed[1]) + (tags ? ", tags" : ""));
+  const PipelineOfHosts job(seed, ahead, missed, steps, tags);
+  MergeReport report;
+  const json trace = merged(job.folder, report);
+  const int64_t common = steps - std::max(missed[0], missed[1]);
+  EXPECT_EQ(report.messages, common * 2 * PipelineOfHosts::kMicroBatches);
+  EXPECT_EQ(report.arrows, report.messages);
+  EXPECT_EQ(report.backward, 0);
+  ASSERT_EQ(report.hosts.size(), 2);
+  const MergeReport::Host& second = report.hosts[1];
+  EXPECT_TRUE(second.known);
+  EXPECT_LE(std::abs(second.clock_ahead_ns - ahead), second.clock_error_ns + 1);
+  EXPECT_LE(second.clock_error_ns, PipelineOfHosts::kMostLatency);
+  if (tags) return;
+  for (const auto& [way, of_way] : messages_of(trace)) {
+    const size_t later = of_way[0].size() - std::min(of_way[0].size(), of_way[1].size());
+    const size_t earlier = of_way[1].size() - std::min(of_way[0].size(), of_way[1].size());
+    for (size_t i = 0; i + std::max(later, earlier) < std::max(of_way[0].size(), of_way[1].size()); ++i)
+      EXPECT_LE(of_way[0][i + later].first, of_way[1][i + earlier].second + kRounding);
+  }
+}
+
 TEST(MergeTraces, HostsThatOnlySendAndReceiveAreOnOneClock) {
   for (unsigned seed = 0; seed < 8; ++seed) {
     for (const int64_t ahead : {int64_t{0}, 3 * kMs, -40 * kMs, 1'500 * kMs}) {
       for (const Missed& missed : {Missed{0, 0}, Missed{2, 0}, Missed{0, 1}}) {
-        const PipelineOfHosts job(seed, ahead, missed);
-        MergeReport report;
-        const json trace = merged(job.folder, report);
-        const int64_t common = PipelineOfHosts::kSteps - std::max(missed[0], missed[1]);
-        EXPECT_EQ(report.messages, common * 2 * PipelineOfHosts::kMicroBatches);
-        EXPECT_EQ(report.arrows, report.messages);
-        EXPECT_EQ(report.backward, 0);
-        ASSERT_EQ(report.hosts.size(), 2);
-        const MergeReport::Host& second = report.hosts[1];
-        EXPECT_TRUE(second.known);
-        EXPECT_LE(std::abs(second.clock_ahead_ns - ahead), second.clock_error_ns + 1) << "seed " << seed;
-        EXPECT_LE(second.clock_error_ns, PipelineOfHosts::kMostLatency);
-        for (const auto& [way, of_way] : messages_of(trace)) {
-          const size_t later = of_way[0].size() - std::min(of_way[0].size(), of_way[1].size());
-          const size_t earlier = of_way[1].size() - std::min(of_way[0].size(), of_way[1].size());
-          for (size_t i = 0; i + std::max(later, earlier) < std::max(of_way[0].size(), of_way[1].size());
-               ++i) {
-            EXPECT_LE(of_way[0][i + later].first, of_way[1][i + earlier].second + kRounding);
-          }
-        }
+        for (const bool tags : {false, true}) expect_on_one_clock(seed, ahead, missed, 12, tags);
       }
+      for (const Missed& missed : {Missed{0, 0}, Missed{1, 0}, Missed{0, 1}})
+        expect_on_one_clock(seed, ahead, missed, 3, true);
     }
   }
+}
+
+/// Too few to tell which of them belong together: the clocks stay unknown.
+TEST(MergeTraces, AFewMessagesDoNotTellOfClocks) {
+  const PipelineOfHosts job(1, 3 * kMs, {0, 0}, 1, true);
+  MergeReport report;
+  merged(job.folder, report);
+  EXPECT_EQ(report.messages, 2 * PipelineOfHosts::kMicroBatches);
+  EXPECT_FALSE(report.hosts.at(1).known);
+}
+
+/// An operation of both bounds the clocks within 13 ms, in which six messages more or less would fit better than those that
+/// belong together.
+TEST(MergeTraces, MessagesNarrowWhatCollectivesTellOfClocks) {
+  const TemporaryFolder folder;
+  SyntheticTrace one({.rank = 0, .host = "one"}), two({.rank = 1, .host = "two"});
+  one.add_collective("all_reduce", 1, 0, 25'100'000);
+  two.add_collective("all_reduce", 1, 25'000'000, 25'100'000);
+  for (int64_t i = 0; i < 8; ++i) {
+    const int64_t at = 30 * kMs + 2 * i * kMs;
+    one.add_message("send", 1, at, at + 100'000);
+    two.add_message("recv", 0, at, at + 100'000);
+    two.add_message("send", 0, at + kMs, at + kMs + 100'000);
+    one.add_message("recv", 1, at + kMs, at + kMs + 100'000);
+  }
+  one.write(folder);
+  two.write(folder);
+  MergeReport report;
+  merged(folder, report);
+  const MergeReport::Host& host = report.hosts.at(1);
+  EXPECT_TRUE(host.known);
+  EXPECT_LE(std::abs(host.clock_ahead_ns), host.clock_error_ns + 1);
 }
 
 /// Nothing bounds how far the receiver's clock is ahead.

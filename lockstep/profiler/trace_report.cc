@@ -141,6 +141,9 @@ ordered_json json_of(const TraceAnalysis& analysis) {
   ordered_json ranks = ordered_json::array();
   for (const RankProfile& rank : analysis.ranks) {
     ordered_json memory = ordered_json::array();
+    const auto held = [](const MemoryPeak& peak) {  // older traces do not tell
+      return peak.held.total() > 0 ? ordered_json(peak.held.total()) : ordered_json();
+    };
     for (const MemoryPeak& peak : rank.memory) {
       memory.push_back({{"device", peak.device},
                         {"bytes", peak.bytes},
@@ -204,10 +207,15 @@ std::vector<OperatorChange> operator_changes(const TraceAnalysis& before, const 
   return changes;
 }
 
-/// Before and after by device, each of the rank with most.
+/// Before and after by device, each of the rank with most. None where one of the runs has recorded no memory.
 std::map<std::string, std::array<MemoryPeak, 2>> compared_peaks(const TraceAnalysis& before,
                                                                 const TraceAnalysis& after) {
   std::map<std::string, std::array<MemoryPeak, 2>> peaks;
+  const auto tells_memory = [](const TraceAnalysis& run) {
+    return std::any_of(run.ranks.begin(), run.ranks.end(),
+                       [](const RankProfile& rank) { return !rank.memory.empty(); });
+  };
+  if (!tells_memory(before) || !tells_memory(after)) return peaks;
   for (const size_t run : {size_t{0}, size_t{1}}) {
     for (const RankProfile& rank : (run == 0 ? before : after).ranks) {
       for (const MemoryPeak& peak : rank.memory) {
@@ -277,7 +285,7 @@ std::string describe_difference(const TraceAnalysis& before, const TraceAnalysis
   for (const auto& [device, peak] : peaks) {
     const auto& [was, is] = peak;
     row(device, in_mebibytes(was.bytes), in_mebibytes(is.bytes));
-    if (was.held.total() == 0 && is.held.total() == 0) continue;
+    if (was.held.total() == 0 || is.held.total() == 0) continue;  // older traces do not tell
     row(device + ", from before", in_mebibytes(was.held.total()), in_mebibytes(is.held.total()));
   }
   if (before.slowest) out << "\nSlowest was rank " << *before.slowest << ": " << before.why << ".\n";
@@ -304,7 +312,7 @@ std::string difference_to_json(const TraceAnalysis& before, const TraceAnalysis&
     const auto& [was, is] = peak;
     memory.push_back({{"device", device},
                       {"bytes", {{"before", was.bytes}, {"after", is.bytes}}},
-                      {"held", {{"before", was.held.total()}, {"after", is.held.total()}}}});
+                      {"held", {{"before", held(was)}, {"after", held(is)}}}});
   }
   const auto slowest = [](const TraceAnalysis& analysis) {
     return analysis.slowest ? ordered_json(*analysis.slowest) : ordered_json();

@@ -124,7 +124,8 @@ class StoreAllGather {
     store_.set(at("data", rank_), mine);
     present_ = true;
     failpoint::here("meet_published");
-    if (rank_ != 0 && !while_waiting_) has_ended(0);  // known before the store that it may host is lost
+    if (rank_ != 0 && (!while_waiting_ || have_met_))
+      has_ended(0);  // known before the store that it may host is lost
     const bool complete = store_.add(prefix_ + "count", 1) == world_size_;
     failpoint::here("meet_counted");
     if (complete) decide(kComplete);
@@ -337,7 +338,7 @@ class StoreAllGather {
             : c10::str(name_ranks(missing), " of ", world_size_, " did not join within ", seconds,
                        "; see whether these processes were started, and what they printed last, or give a "
                        "longer timeout");
-    for (int peer = 0; peer < world_size_; ++peer) {
+    for (int peer = 0; peer < world_size_ && !is_decided(); ++peer) {
       if (peer != rank_ && !has_ended(peer)) text += describe_stop(peer);
     }
     // Those that still wait are told now where they can't go on: without rank 0, with which the store may

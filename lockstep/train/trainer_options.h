@@ -42,7 +42,7 @@ struct TrainerPipelineOptions {
   ProcessGroup group = {};  ///< of a Sequential: the pipeline's ranks; empty: the Trainer's
   /// The ranks that have the same stages of other pipelines. The Trainer's ranks are those of all pipelines.
   std::optional<ProcessGroup> data_parallel_group = {};
-  /// For dropout that no split, schedule or restart changes; the number of the pipeline is added to it.
+  /// For dropout that no restart and no schedule changes, and of a Sequential no split; the number of the pipeline is added to it.
   std::optional<uint64_t> seed = {};
 };
 

@@ -1,6 +1,7 @@
+#include <atomic>
+#include <cstdint>
 #include <map>
 #include <mutex>
-#include <thread>
 #include <utility>
 
 #include <lockstep/base/process/per_process.h>
@@ -9,9 +10,16 @@
 namespace lockstep {
 namespace {
 
+/// Unlike std::thread::id, no other thread ever has it.
+uint64_t this_thread_number() {
+  static std::atomic<uint64_t> next{0};
+  thread_local const uint64_t number = ++next;
+  return number;
+}
+
 struct HeldTensorsTellers {
   struct Teller {
-    std::thread::id thread;
+    uint64_t thread;
     TellingHeldTensors::Tell tell;
   };
   std::mutex mutex;
@@ -24,7 +32,7 @@ PerProcess<HeldTensorsTellers> held_tensors_tellers;
 TellingHeldTensors::TellingHeldTensors(Tell tell) {
   HeldTensorsTellers& tellers = held_tensors_tellers.get();
   const std::lock_guard lock(tellers.mutex);
-  tellers.all[this] = {std::this_thread::get_id(), std::move(tell)};
+  tellers.all[this] = {this_thread_number(), std::move(tell)};
 }
 
 TellingHeldTensors::~TellingHeldTensors() {
@@ -38,7 +46,7 @@ HeldTensors held_tensors() {
   HeldTensorsTellers& tellers = held_tensors_tellers.get();
   const std::lock_guard lock(tellers.mutex);  // what tells is not destroyed meanwhile
   for (const auto& [unused, teller] : tellers.all) {
-    if (teller.thread == std::this_thread::get_id()) teller.tell(held);
+    if (teller.thread == this_thread_number()) teller.tell(held);
   }
   return held;
 }

@@ -69,7 +69,7 @@ class LockstepBackend : public c10d::Backend {
     /// For programs that ask for "gloo": called so in profiles, errors end with Gloo's words, and an
     /// all_gather's future has Gloo's form.
     bool stands_in_for_gloo = false;
-    /// Makes a subclass; also of those that come from this one by split(), merge() and shrink().
+    /// Makes backends of a subclass: those that come from this one by split(), merge() and shrink(), too.
     Make make_subclass = nullptr;
     /// Where the members of a group over hosts meet that go on without the others.
     c10::intrusive_ptr<c10d::Store> store = {};

@@ -284,7 +284,7 @@ struct Kernels {
 };
 
 /// The same for averages of floating-point numbers. Each input is multiplied by a power of two, so that no sum is
-/// beyond the largest input; this is exact but for denormals. The sum is divided by the rest of the divisor.
+/// beyond the largest input; this is exact but for quotients that are denormal. The sum is divided by the rest of the divisor.
 template <class Format, class Partial>
 struct FloatingAverage {
   using Value = typename Format::Value;

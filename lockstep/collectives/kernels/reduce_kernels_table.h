@@ -19,7 +19,7 @@ enum class ReduceOperation : uint8_t { kSum, kAverage, kProduct, kMin, kMax, kBi
 /// range is cut, nor the instruction set, nor alignment. bfloat16 and float16 are folded in float32 and
 /// rounded once, to nearest even. Their averages, float32's and float64's are finite where all inputs are: each input is
 /// multiplied by the inverse of the first power of two that is no less than the number of ranks, which is exact but for
-/// denormals, and the sum is divided by what this leaves of the number. Integers wrap around; their average is the
+/// quotients that are denormal, and the sum is divided by what this leaves of the number. Integers wrap around; their average is the
 /// quotient of what the sum has come to, truncated toward zero, as NCCL's. Minimum and maximum are NaN as soon as one input is, as
 /// torch.minimum's; of equal values (-0 and +0) the earlier input's stays. Every NaN that is written is the
 /// canonical quiet one (0x7fc00000 and alike), because which payload survives an addition is the compiler's

@@ -19,8 +19,9 @@ constexpr auto kBetweenQuestions = std::chrono::milliseconds(50);
 
 /// Whether one process can stand for all of them until they are forked.
 bool are_alike(const RunOptions& options) {
-  // Libraries may read what GPUs they see when they are loaded.
-  return !options.virtual_local_rank &&
+  // Libraries may read what GPUs they see when they are loaded, and how many cores: of several processes each has one thread
+  // unless it is told otherwise.
+  return !options.virtual_local_rank && (options.cores.empty() || options.nprocs > 1) &&
          std::all_of(options.command.begin() + 1, options.command.end(),
                      [](const std::string& word) { return with_local_rank(word, 0) == word; });
 }

@@ -329,7 +329,8 @@ GroupEnd run_workers(const RunOptions& options, RankVariables variables,
     evidence[static_cast<size_t>(rank)].last_lines = output.last_lines(rank);
   const std::string host = variables.group_size > 1 ? host_name() : std::string();
   GroupEnd end = end_of(endings, evidence, variables.first_rank, host, interrupted_by);
-  const std::string records = records_line(flight_folder, started_at, host);
+  const bool is_explained = !end.report.empty() || interrupted_by;
+  const std::string records = is_explained ? records_line(flight_folder, started_at, host) : std::string();
   if (!end.report.empty()) end.report += records;
   if (control != nullptr) control->ended(end);
   if (end.exit_status == kTryAgain) {

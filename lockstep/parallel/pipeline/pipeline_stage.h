@@ -84,7 +84,9 @@ class PipelineStage {
   const std::vector<NamedTensor>& named_parameters() const { return content_.parameters; }
   const std::vector<NamedTensor>& named_buffers() const { return content_.buffers; }
   /// Of each SyncBatchNorm in the module, see module_inspection.h; what a callable holds does not show.
-  const std::vector<ProcessGroup>& sync_batch_norm_groups() const { return content_.sync_batch_norm_groups; }
+  std::vector<ProcessGroup> sync_batch_norm_groups() const {
+    return content_.sync_batch_norm_groups ? content_.sync_batch_norm_groups() : std::vector<ProcessGroup>();
+  }
 
   /// Sets the module's mode; a callable has none.
   void train(bool on = true) const {
@@ -98,7 +100,7 @@ class PipelineStage {
     std::function<Tensors(const Tensors&)> forward;
     std::vector<NamedTensor> parameters = {};
     std::vector<NamedTensor> buffers = {};
-    std::vector<ProcessGroup> sync_batch_norm_groups = {};
+    std::function<std::vector<ProcessGroup>()> sync_batch_norm_groups = {};
     std::function<void(bool)> train = {};
     bool is_module = false;
     bool is_empty = false;
@@ -142,7 +144,9 @@ class PipelineStage {
     } else {
       const auto whole = Traits::as_module(handle);
       content.is_data_parallel = pipeline::internal::averages_gradients(*whole);
-      content.sync_batch_norm_groups = lockstep::sync_batch_norm_groups(*whole);
+      content.sync_batch_norm_groups = [handle] {  // layers may be converted until the pipeline is made
+        return lockstep::sync_batch_norm_groups(*Traits::as_module(handle));
+      };
       content.parameters = Traits::named_parameters(handle);
       content.buffers = Traits::named_buffers(handle);
       content.train = [handle](bool on) { Traits::train(handle, on); };
@@ -175,9 +179,9 @@ ProcessGroup group_of(const std::vector<PipelineStage>& stages);
 
 /// This rank's stages of a Sequential that all ranks of the group have, `balance[i]` of its layers in stage i:
 /// Sequentials whose layers have the names that they have in the whole, and draw random numbers by their numbers in it
-/// (PipelineOptions::seed). A weight that is in stages of several ranks is tied. Throws c10::ValueError for a balance that does not add up to the layers, with numbers below 1, or with a number
-/// of stages that is no multiple of the ranks, and for a class derived from Sequential that has parameters, buffers or
-/// modules beside its layers.
+/// (PipelineOptions::seed). A weight that is in stages of several ranks is tied. Throws c10::ValueError for a balance that
+/// does not add up to the layers, with numbers below 1, or with a number of stages that is no multiple of the ranks, and for
+/// a class derived from Sequential that has parameters, buffers or modules beside its layers.
 std::vector<PipelineStage> pipeline_stages(const torch::nn::Sequential& module,
                                            const std::vector<int64_t>& balance,
                                            const ProcessGroup& group = {});

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdlib>
 #include <limits>
+#include <optional>
 #include <tuple>
 
 #include <lockstep/profiler/internal/trace_names.h>
@@ -70,44 +71,66 @@ double mean_distance(std::vector<int64_t> apart, bool clocks_are_known) {
   return sum / static_cast<double>(apart.size());
 }
 
-/// How many receives, or with a minus sends, are without the other part at the begin. No receive ends before its send has begun,
-/// but by the error of `clocks`, unless they are `exact`, and the ends of both lie close together. Where nothing is known of the
-/// two clocks, their distance is to be even; but there all are taken to belong together from the first on, unless others fit
-/// clearly better.
-int64_t best_shift(const Queue& sends, const Queue& receives, const std::vector<TracedOperation>& operations,
-                   const Clocks& clocks, bool exact) {
+/// What one rank sends to another one with one tag in a group.
+struct TaggedMessages {
+  Queue sends, receives;
+};
+
+/// How many receives of each tag, or with a minus sends, are without the other part at the begin: those of the steps that one of both
+/// has recorded alone. No receive ends before its send has begun, but by the error of `clocks`, unless they are `exact`, and the ends
+/// of both lie close together. Clocks that are not exact may fit a wrong number better than the right one; of those the least number
+/// is taken, for an earlier send bounds the clocks less, and not wrongly. Where nothing is known of the two clocks, the distance of
+/// the ends is to be even; but there all are taken to belong together from the first on, unless others fit clearly better. Nothing
+/// where that can't be told of clocks that are not exact.
+std::optional<int64_t> best_shift(const std::map<int64_t, TaggedMessages>& by_tag,
+                                  const std::vector<TracedOperation>& operations, const Clocks& clocks,
+                                  bool exact) {
   constexpr int64_t kMostShift = 16;
-  constexpr size_t kEnough = 8;  // pairs, to tell how even their distances are
-  if (sends.empty() || receives.empty()) return 0;
-  const std::string &from = operations[sends.front()].clock, &to = operations[receives.front()].clock;
-  const bool known = from == to || (clocks.contains(from) && clocks.contains(to));
+  constexpr size_t kEnough = 8;                              // pairs, to tell how even their distances are
   constexpr int64_t kMostError = 1'000'000'000'000'000'000;  // sums of times don't overflow
-  const int64_t error = exact || !known || from == to
-                            ? 0
-                            : std::min(clocks.at(from).error_ns + clocks.at(to).error_ns, kMostError);
-  const auto times = [&](const Queue& queue, int64_t TracedOperation::*when) {
-    std::vector<int64_t> all;
-    for (const size_t i : queue) all.push_back(common_time(operations[i].clock, operations[i].*when, clocks));
-    return all;
+  struct Times {
+    std::vector<int64_t> sent, send_ends, ends;
   };
-  const auto sent = times(sends, &TracedOperation::start_ns),
-             send_ends = times(sends, &TracedOperation::end_ns),
-             ends = times(receives, &TracedOperation::end_ns);
-  int64_t best = 0;
+  std::vector<Times> all;
+  size_t most_pairs = 0;
+  bool known = false;
+  int64_t error = 0;
+  for (const auto& [tag, messages] : by_tag) {
+    if (messages.sends.empty() || messages.receives.empty()) continue;
+    const auto times = [&](const Queue& queue, int64_t TracedOperation::*when) {
+      std::vector<int64_t> result;
+      for (const size_t i : queue)
+        result.push_back(common_time(operations[i].clock, operations[i].*when, clocks));
+      return result;
+    };
+    all.push_back({times(messages.sends, &TracedOperation::start_ns),
+                   times(messages.sends, &TracedOperation::end_ns),
+                   times(messages.receives, &TracedOperation::end_ns)});
+    most_pairs += std::min(messages.sends.size(), messages.receives.size());
+    const std::string &from = operations[messages.sends.front()].clock,
+                      &to = operations[messages.receives.front()].clock;
+    known = from == to || (clocks.contains(from) && clocks.contains(to));
+    if (!exact && known && from != to)
+      error = std::min(clocks.at(from).error_ns + clocks.at(to).error_ns, kMostError);
+  }
+  std::optional<int64_t> best;
   double least = std::numeric_limits<double>::infinity();
   for (int64_t distance = 0; distance <= kMostShift; ++distance) {
     for (const int64_t shift : {distance, -distance}) {
       std::vector<int64_t> apart;
       bool possible = true;
-      for (size_t i = 0; i < ends.size() && possible; ++i) {
-        const int64_t at = static_cast<int64_t>(i) - shift;
-        if (at < 0 || at >= static_cast<int64_t>(sent.size())) continue;
-        possible = !known || sent[static_cast<size_t>(at)] <= ends[i] + error;
-        apart.push_back(ends[i] - send_ends[static_cast<size_t>(at)]);
+      for (const Times& times : all) {
+        for (size_t i = 0; i < times.ends.size() && possible; ++i) {
+          const int64_t at = static_cast<int64_t>(i) - shift;
+          if (at < 0 || at >= static_cast<int64_t>(times.sent.size())) continue;
+          possible = !known || times.sent[static_cast<size_t>(at)] <= times.ends[i] + error;
+          apart.push_back(times.ends[i] - times.send_ends[static_cast<size_t>(at)]);
+        }
       }
       if (!possible || apart.empty()) continue;
-      const bool few = apart.size() < kEnough || 2 * apart.size() < std::min(sends.size(), receives.size());
-      if (!known && shift != 0 && few) continue;
+      if (known && !exact) return shift;
+      const bool few = apart.size() < kEnough || 2 * apart.size() < most_pairs;
+      if (!known && few && (shift != 0 || !exact)) continue;
       const double mean = mean_distance(std::move(apart), known);
       if (mean >= (known ? least : least / 2)) continue;
       least = mean;
@@ -119,28 +142,33 @@ int64_t best_shift(const Queue& sends, const Queue& receives, const std::vector<
 
 void match_messages(const std::vector<TracedOperation>& operations, const Clocks& clocks, bool exact,
                     std::vector<OperationParts>& matched) {
-  using Way = std::tuple<std::string, int64_t, int64_t, int64_t>;  // group, from, to, tag
-  std::map<Way, std::pair<Queue, Queue>> ways;
+  using Way = std::tuple<std::string, int64_t, int64_t>;  // group, from, to
+  std::map<Way, std::map<int64_t, TaggedMessages>> ways;
   for (size_t i = 0; i < operations.size(); ++i) {
     const TracedOperation& one = operations[i];
     if (!one.point_to_point || one.peer < 0) continue;
     if (one.kind.starts_with("send")) {
-      ways[{one.group, one.rank, one.peer, one.tag}].first.push_back(i);
+      ways[{one.group, one.rank, one.peer}][one.tag].sends.push_back(i);
     } else {
-      ways[{one.group, one.peer, one.rank, one.tag}].second.push_back(i);
+      ways[{one.group, one.peer, one.rank}][one.tag].receives.push_back(i);
     }
   }
-  for (auto& [way, queues] : ways) {
-    auto& [sends, receives] = queues;
-    for (Queue* queue : {&sends, &receives}) {
-      std::stable_sort(queue->begin(), queue->end(),
-                       [&](size_t a, size_t b) { return operations[a].start_ns < operations[b].start_ns; });
+  for (auto& [way, by_tag] : ways) {
+    for (auto& [tag, messages] : by_tag) {
+      for (Queue* queue : {&messages.sends, &messages.receives}) {
+        std::stable_sort(queue->begin(), queue->end(),
+                         [&](size_t a, size_t b) { return operations[a].start_ns < operations[b].start_ns; });
+      }
     }
-    const int64_t shift = best_shift(sends, receives, operations, clocks, exact);
-    for (size_t i = 0; i < receives.size(); ++i) {
-      const int64_t at = static_cast<int64_t>(i) - shift;
-      if (at < 0 || at >= static_cast<int64_t>(sends.size())) continue;
-      matched.push_back({.point_to_point = true, .parts = {sends[static_cast<size_t>(at)], receives[i]}});
+    const auto shift = best_shift(by_tag, operations, clocks, exact);
+    if (!shift && !exact) continue;
+    for (const auto& [tag, messages] : by_tag) {
+      for (size_t i = 0; i < messages.receives.size(); ++i) {
+        const int64_t at = static_cast<int64_t>(i) - shift.value_or(0);
+        if (at < 0 || at >= static_cast<int64_t>(messages.sends.size())) continue;
+        matched.push_back({.point_to_point = true,
+                           .parts = {messages.sends[static_cast<size_t>(at)], messages.receives[i]}});
+      }
     }
   }
 }

@@ -58,9 +58,10 @@ class SyntheticTrace {
     if (root >= 0) arguments["Peer Rank"] = root;
     add("user_annotation", "lockstep:" + kind, begin, end, 1'000'000'000, std::move(arguments));
   }
-  void add_message(const std::string& kind, int64_t peer, int64_t begin, int64_t end) {
+  void add_message(const std::string& kind, int64_t peer, int64_t begin, int64_t end, int64_t tag = 0) {
     nlohmann::ordered_json arguments = operation(kind, ++messages_, true);
     arguments["Peer Rank"] = peer;
+    arguments["Tag"] = tag;
     add("user_annotation", "lockstep:" + kind, begin, end, 1'000'000'001, std::move(arguments));
   }
   /// On a stream of a GPU, whose number stands for a process, as in Kineto's traces. `category`: "kernel", "gpu_memcpy" or

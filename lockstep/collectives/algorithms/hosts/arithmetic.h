@@ -18,6 +18,8 @@ class Arithmetic {
   Arithmetic(const Signature& signature, int ranks);
 
   size_t element_size() const { return kernels_->element_size; }
+  /// By which the sum of all inputs is divided.
+  int64_t divisor() const { return kernels_ == of_partials_ ? 1 : ranks_; }
 
   /// The partial of the members of one host. Overlaps no input.
   void partial(void* output, const void* const* inputs, size_t n_inputs, size_t count) const {

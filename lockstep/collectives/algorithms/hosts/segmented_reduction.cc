@@ -145,9 +145,10 @@ void SegmentedReduction::find_errors(size_t k, Crossing& crossing) {
   const size_t last = slice(segments_ - 1, owned_slice_).count;
   const size_t full_results = slice_exchange_->encoded_results(full);
   const size_t last_results = slice_exchange_->encoded_results(last);
-  crossing.partial_errors = feedback_->of_partial((segments_ - 1) * full + last) + k * full;
+  const int64_t divisor = arithmetic_.divisor();
+  crossing.partial_errors = feedback_->of_partial((segments_ - 1) * full + last, divisor) + k * full;
   crossing.result_errors =
-      feedback_->of_result((segments_ - 1) * full_results + last_results) + k * full_results;
+      feedback_->of_result((segments_ - 1) * full_results + last_results, divisor) + k * full_results;
 }
 
 /// Gives the members the result of the own slice.

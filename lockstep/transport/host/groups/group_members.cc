@@ -256,11 +256,13 @@ std::string GroupMembers::describe_timeout(const Decision& decided, const std::v
   }
   // The rank that has decided has asked the culprit's host how it is; this one has not.
   const bool found_stopped = transport_->has_found_stopped(members_[decided.by], decided.culprit);
-  if (!found_stopped && decided.by != rank_ && !transport_->is_here(decided.culprit)) {
+  if (decided.by != rank_ && !transport_->is_here(decided.culprit)) {
     transport_->cause_of_waiting({decided.culprit});
   }
-  if (found_stopped || transport_->is_stopped(decided.culprit)) {
-    text << ", which is stopped" << transport_->in_action(decided.culprit)
+  const bool is_stopped = transport_->is_stopped(decided.culprit);
+  if (found_stopped || is_stopped) {
+    // What another host has said of its action holds as long as what it has said of its stop.
+    text << ", which is stopped" << (is_stopped ? transport_->in_action(decided.culprit) : "")
          << " (by SIGSTOP, SIGTSTP or a debugger; kill -CONT " << transport_->pid_of(decided.culprit)
          << " continues it)";
   } else if (const auto silence = transport_->describe_silence(decided.culprit); !silence.empty()) {
