@@ -62,7 +62,7 @@ def test_the_rank_that_failed_first_is_named_though_its_process_ends_last(progra
     report = done.stderr[done.stderr.index("lockstep run: ") :]
     assert re.match(r"lockstep run: rank 1 \(pid \d+\) failed first: exited with status 1\n", report), done.text
     assert "    meeting_driver: no such data\n" in report, done.text
-    assert report.endswith("lockstep run: docs/troubleshooting.md#what-lockstep-run-reports says what to do\n"), done.text
+    assert "\nlockstep run: docs/troubleshooting.md#what-lockstep-run-reports says what to do\n" in report, done.text
     for rank in (0, 2):
         assert re.search(rf"^lockstep run: then rank {rank} \(pid \d+\) exited with status 1(, \d+ ms later)?$", report, re.M), done.text
 

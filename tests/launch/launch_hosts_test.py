@@ -258,7 +258,7 @@ def test_the_coordinator_says_where_the_records_of_another_host_are(programs):
     if any("needs UCX" in result.stderr for result in done):
         pytest.skip("ranks on several hosts need UCX")
     assert [result.status for result in done] == [1, 1], done
-    report = r"workers on (\S+) have failed:\n.*rank 1 \(pid \d+ on \1\) failed first.*\n(?:[ ].*\n)*"
+    report = r"workers on (\S+) have failed:\n.*rank 1 \(pid \d+ on \1\) failed first.*\n(?:[ ].*\n)*.*says what to do\n"
     told = re.search(report + r"lockstep run: the ranks' last operations, on \1: lockstep inspect flight (\S+)\n", done[0].stderr)
     assert told and programs.run("lockstep", "inspect", "flight", told[2]).stdout, done[0].text
 

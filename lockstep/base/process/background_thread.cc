@@ -1,5 +1,6 @@
 #include <csignal>
 #include <pthread.h>
+#include <string>
 #include <utility>
 
 #include <lockstep/base/process/background_thread.h>
@@ -14,13 +15,15 @@ std::thread start_thread(const char* name, std::function<void()> body) {
   ::pthread_sigmask(SIG_BLOCK, &all, &before);
   std::thread thread;
   try {
-    thread = std::thread(std::move(body));
+    thread = std::thread([name = std::string(name), body = std::move(body)] {
+      ::pthread_setname_np(::pthread_self(), name.c_str());  // before a profiler asks for it
+      body();
+    });
   } catch (...) {
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
     throw;
   }
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  ::pthread_setname_np(thread.native_handle(), name);
   return thread;
 }
 
