@@ -141,9 +141,6 @@ ordered_json json_of(const TraceAnalysis& analysis) {
   ordered_json ranks = ordered_json::array();
   for (const RankProfile& rank : analysis.ranks) {
     ordered_json memory = ordered_json::array();
-    const auto held = [](const MemoryPeak& peak) {  // older traces do not tell
-      return peak.held.total() > 0 ? ordered_json(peak.held.total()) : ordered_json();
-    };
     for (const MemoryPeak& peak : rank.memory) {
       memory.push_back({{"device", peak.device},
                         {"bytes", peak.bytes},
@@ -308,6 +305,9 @@ std::string difference_to_json(const TraceAnalysis& before, const TraceAnalysis&
                           : ordered_json();
   phases["hidden_communication"] = after.mean.hidden_communication - before.mean.hidden_communication;
   ordered_json memory = ordered_json::array();
+  const auto held = [](const MemoryPeak& peak) {  // older traces do not tell
+    return peak.held.total() > 0 ? ordered_json(peak.held.total()) : ordered_json();
+  };
   for (const auto& [device, peak] : compared_peaks(before, after)) {
     const auto& [was, is] = peak;
     memory.push_back({{"device", device},
