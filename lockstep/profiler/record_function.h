@@ -10,7 +10,7 @@ namespace lockstep::profiler {
 
 /// A part of the program with a name, from construction to destruction: torch.profiler.record_function. It is a row of
 /// key_averages(), and a bar in the trace, of whichever thread it is in; of threads that the Profiler does not record it
-/// shows these scopes alone, and no operators. Costs some tens of nanoseconds without a profiler. Used by one thread.
+/// shows these scopes alone, and no operators. Costs some 25 ns without a profiler. Used by one thread.
 ///
 /// In the name, `"` becomes `'`, for Kineto writes it into the trace as it is, which no reader could read then. A name with
 /// tabs or letters beyond ASCII is "unknown" in Kineto's files; in key_averages() it is whole.
