@@ -8,7 +8,7 @@
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/rethrow_with_context.h>
 #include <lockstep/base/world_defaults.h>
-#include <lockstep/checkpoint/internal/pipeline_states.h>
+#include <lockstep/checkpoint/internal/pipeline/pipeline_states.h>
 #include <lockstep/checkpoint/model_state_dict.h>
 #include <lockstep/checkpoint/rng_state.h>
 #include <lockstep/checkpoint/training_state.h>

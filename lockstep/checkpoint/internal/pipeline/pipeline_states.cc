@@ -11,7 +11,7 @@
 #include <torch/optim/lbfgs.h>
 
 #include <lockstep/base/exception_text.h>
-#include <lockstep/checkpoint/internal/pipeline_states.h>
+#include <lockstep/checkpoint/internal/pipeline/pipeline_states.h>
 #include <lockstep/checkpoint/model_state_dict.h>
 #include <lockstep/collectives/objects.h>
 #include <lockstep/optim/optimizer_state_dict.h>
