@@ -14,6 +14,13 @@ import pytest
 from mlflow_harness import DEADLINE, Proxy, wait_for
 
 
+class RunServer(Proxy):
+    """A server that answers each request with a run."""
+
+    def forward(self, method, path, headers, body):
+        return 200, b'{"run": {"info": {"run_id": "abc"}}}'
+
+
 def test_a_slow_server_does_not_slow_the_training(start):
     """All calls return, flush() too, while the server sits on the first request; it answers only afterwards."""
     with Proxy(fault=lambda number, path: "hold") as proxy:
@@ -30,11 +37,7 @@ def test_a_slow_server_does_not_slow_the_training(start):
 
 
 def test_other_calls_return_while_finalize_waits(start):
-    class Server(Proxy):
-        def forward(self, method, path, headers, body):
-            return 200, b'{"run": {"info": {"run_id": "abc"}}}'
-
-    with Server(fault=lambda number, path: "hold") as server:
+    with RunServer(fault=lambda number, path: "hold") as server:
         driver = start(MLFLOW_TRACKING_URI=server.url)
         driver("open", timeout=DEADLINE * 1000, close_timeout=DEADLINE * 1000)
         driver("metrics", metrics={"loss": 1}, step=1)
@@ -54,11 +57,7 @@ def test_other_calls_return_while_finalize_waits(start):
 def test_a_trace_shows_what_is_sent(start, tmp_path):
     """LOCKSTEP_PROFILE records the step in which all is sent."""
 
-    class Server(Proxy):
-        def forward(self, method, path, headers, body):
-            return 200, b'{"run": {"info": {"run_id": "abc"}}}'
-
-    with Server() as server:
+    with RunServer() as server:
         driver = start(MLFLOW_TRACKING_URI=server.url, LOCKSTEP_PROFILE=f"wait:0,warmup:0,active:1,dir={tmp_path / 'traces'}")
         driver("open")
         driver("step")
@@ -81,11 +80,7 @@ def test_a_refusal_that_is_interrupted_is_noted_once(start, tmp_path):
         batches.append(number)
         return (503, {}) if len(batches) == 3 else (400, {})
 
-    class Server(Proxy):
-        def forward(self, method, path, headers, body):
-            return 200, b'{"run": {"info": {"run_id": "abc"}}}'
-
-    with Server(fault=answer) as proxy:
+    with RunServer(fault=answer) as proxy:
         driver = start(MLFLOW_TRACKING_URI=proxy.url)
         driver("open")
         driver("params", params={"a": 1, "b": 2})
