@@ -31,9 +31,8 @@ struct ControlMessage {
   uint64_t sequence = 0;
   uint32_t failure = 0;  // FailureKind
   int32_t rank = -1;     // kFailure: the cause; the others: which one. Of the transport
-  uint32_t number =
-      0;  // kMeet: the sender's number for the group; kCause, kState: 1 if that rank is stopped, and
-          // HostTransport::in_action() as text
+  // kMeet: the sender's number for the group; kCause, kState: 1 if that rank is stopped, and HostTransport::in_action() as text
+  uint32_t number = 0;
   std::array<char, 512> text{};  // ends with 0
 
   size_t bytes() const { return offsetof(ControlMessage, text) + get_text().size() + 1; }

@@ -1,8 +1,9 @@
-#include <atomic>
 #include <cstdint>
 #include <map>
 #include <mutex>
 #include <utility>
+
+#include <ATen/record_function.h>
 
 #include <lockstep/base/process/per_process.h>
 #include <lockstep/base/training/held_tensors.h>
@@ -10,16 +11,10 @@
 namespace lockstep {
 namespace {
 
-/// Unlike std::thread::id, no other thread ever has it.
-uint64_t this_thread_number() {
-  static std::atomic<uint64_t> next{0};
-  thread_local const uint64_t number = ++next;
-  return number;
-}
-
 struct HeldTensorsTellers {
   struct Teller {
-    uint64_t thread;
+    uint64_t
+        thread;  // at::RecordFunction::currentThreadId(), which no later thread has, unlike std::thread::id
     TellingHeldTensors::Tell tell;
   };
   std::mutex mutex;
@@ -32,7 +27,7 @@ PerProcess<HeldTensorsTellers> held_tensors_tellers;
 TellingHeldTensors::TellingHeldTensors(Tell tell) {
   HeldTensorsTellers& tellers = held_tensors_tellers.get();
   const std::lock_guard lock(tellers.mutex);
-  tellers.all[this] = {this_thread_number(), std::move(tell)};
+  tellers.all[this] = {at::RecordFunction::currentThreadId(), std::move(tell)};
 }
 
 TellingHeldTensors::~TellingHeldTensors() {
@@ -46,7 +41,7 @@ HeldTensors held_tensors() {
   HeldTensorsTellers& tellers = held_tensors_tellers.get();
   const std::lock_guard lock(tellers.mutex);  // what tells is not destroyed meanwhile
   for (const auto& [unused, teller] : tellers.all) {
-    if (teller.thread == this_thread_number()) teller.tell(held);
+    if (teller.thread == at::RecordFunction::currentThreadId()) teller.tell(held);
   }
   return held;
 }
