@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <cstddef>
 #include <utility>
 
@@ -28,12 +27,10 @@ constexpr std::array<std::pair<const char*, NumaBinding>, 4> kBindings = {
 }  // namespace
 
 void stay_on_cores(const std::string& list) {
-  std::vector<int> cores = parse_cpu_list(list);
-  TORCH_CHECK_VALUE(!cores.empty(), "--cpu-list is '", list, "'; it takes cores as 0-3,8");
-  std::sort(cores.begin(), cores.end());
-  cores.erase(std::unique(cores.begin(), cores.end()), cores.end());
+  const CoreMask mask(parse_cpu_list(list));
+  TORCH_CHECK_VALUE(!mask.cores().empty(), "--cpu-list is '", list, "'; it takes cores as 0-3,8");
   // The kernel leaves out those that this process may not use, and refuses a set of none.
-  TORCH_CHECK_VALUE(CoreMask(cores).apply(0) && CoreMask::current().cores() == cores, "--cpu-list is '", list,
+  TORCH_CHECK_VALUE(mask.apply(0) && CoreMask::current().cores() == mask.cores(), "--cpu-list is '", list,
                     "', which has cores that ", host_name(),
                     " has not, or that may not be used (taskset -cp $$ says which may)");
 }

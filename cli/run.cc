@@ -410,8 +410,7 @@ void add_run(CLI::App& program, int& status) {
       ->type_name("CORES");
   run->add_option("--numa-binding,--numa_binding", arguments->numa_binding,
                   "Each process stays on cores near the card of its local rank: all of the NUMA node or "
-                  "socket, or cores of "
-                  "its own there")
+                  "socket, or cores of its own there")
       ->envname("PET_NUMA_BINDING")
       ->type_name("BINDING")
       ->check(CLI::IsMember(numa_bindings()));

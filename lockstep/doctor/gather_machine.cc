@@ -5,6 +5,7 @@
 #include <sys/statvfs.h>
 #include <system_error>
 
+#include <lockstep/base/files/kernel_file.h>
 #include <lockstep/base/process/cgroup_folders.h>
 #include <lockstep/base/process/cpu_list.h>
 #include <lockstep/base/process/memory.h>
@@ -16,20 +17,19 @@
 namespace lockstep::doctor {
 
 using internal::list_folder;
-using internal::read_file;
-using internal::read_integer;
 
 namespace {
 
 Kernel gather_kernel(const std::string& root) {
   Kernel kernel;
-  kernel.release = read_file(root + "/proc/sys/kernel/osrelease").value_or("");
+  kernel.release = read_kernel_file(root + "/proc/sys/kernel/osrelease").value_or("");
   const char* end = kernel.release.data() + kernel.release.size();
   auto [stop, error] = std::from_chars(kernel.release.data(), end, kernel.major);
   if (error == std::errc() && stop != end) std::from_chars(stop + 1, end, kernel.minor);
   kernel.clock_source =
-      read_file(root + "/sys/devices/system/clocksource/clocksource0/current_clocksource").value_or("");
-  if (const auto scope = read_integer(root + "/proc/sys/kernel/yama/ptrace_scope")) {
+      read_kernel_file(root + "/sys/devices/system/clocksource/clocksource0/current_clocksource")
+          .value_or("");
+  if (const auto scope = read_kernel_integer(root + "/proc/sys/kernel/yama/ptrace_scope")) {
     kernel.ptrace_scope = static_cast<int>(*scope);
   }
   return kernel;
@@ -44,11 +44,11 @@ std::optional<double> quota_of(const std::string& folder, bool version_2) {
   int64_t quota = -1;
   int64_t period = 0;
   if (version_2) {
-    std::istringstream words(read_file(folder + "/cpu.max").value_or(""));
+    std::istringstream words(read_kernel_file(folder + "/cpu.max").value_or(""));
     if (!(words >> quota >> period)) return std::nullopt;  // "max 100000"
   } else {
-    quota = read_integer(folder + "/cpu.cfs_quota_us").value_or(-1);
-    period = read_integer(folder + "/cpu.cfs_period_us").value_or(0);
+    quota = read_kernel_integer(folder + "/cpu.cfs_quota_us").value_or(-1);
+    period = read_kernel_integer(folder + "/cpu.cfs_period_us").value_or(0);
   }
   if (quota <= 0 || period <= 0) return std::nullopt;
   return static_cast<double>(quota) / static_cast<double>(period);
@@ -68,21 +68,22 @@ std::optional<std::string> field(const std::string& text, const std::string& nam
 Cores gather_cores(const std::string& root) {
   const std::string folder = root + "/sys/devices/system/";
   Cores cores;
-  cores.online = parse_cpu_list(read_file(folder + "cpu/online").value_or(""));
-  const std::string status = read_file(root + "/proc/self/status").value_or("");
+  cores.online = parse_cpu_list(read_kernel_file(folder + "cpu/online").value_or(""));
+  const std::string status = read_kernel_file(root + "/proc/self/status").value_or("");
   cores.allowed = parse_cpu_list(field(status, "Cpus_allowed_list").value_or(""));
   const CgroupFolders groups = own_cgroup_folders("cpu", root);
   for (const auto& group : groups.version_2) keep_smaller(cores.quota, quota_of(group, true));
   for (const auto& group : groups.version_1) keep_smaller(cores.quota, quota_of(group, false));
-  for (int node : parse_cpu_list(read_file(folder + "node/online").value_or(""))) {
-    auto members =
-        parse_cpu_list(read_file(folder + "node/node" + std::to_string(node) + "/cpulist").value_or(""));
+  for (int node : parse_cpu_list(read_kernel_file(folder + "node/online").value_or(""))) {
+    auto members = parse_cpu_list(
+        read_kernel_file(folder + "node/node" + std::to_string(node) + "/cpulist").value_or(""));
     if (!members.empty()) cores.numa_nodes.push_back(std::move(members));
   }
-  if (const auto active = read_integer(folder + "cpu/smt/active")) cores.smt_active = *active != 0;
+  if (const auto active = read_kernel_integer(folder + "cpu/smt/active")) cores.smt_active = *active != 0;
   std::set<std::string> siblings;
   for (int core : cores.online) {
-    const auto list = read_file(folder + "cpu/cpu" + std::to_string(core) + "/topology/thread_siblings_list");
+    const auto list =
+        read_kernel_file(folder + "cpu/cpu" + std::to_string(core) + "/topology/thread_siblings_list");
     if (list) siblings.insert(*list);
   }
   cores.physical = static_cast<int>(siblings.size());
@@ -91,7 +92,7 @@ Cores gather_cores(const std::string& root) {
 
 Memory gather_memory(const std::string& root) {
   Memory memory;
-  const std::string meminfo = read_file(root + "/proc/meminfo").value_or("");
+  const std::string meminfo = read_kernel_file(root + "/proc/meminfo").value_or("");
   const auto bytes = [&](const char* name) {
     int64_t kibibytes = 0;
     std::istringstream(field(meminfo, name).value_or("0")) >> kibibytes;
@@ -123,7 +124,7 @@ Limit limit_of(const std::string& text, const std::string& name) {
 
 Limits gather_limits(const std::string& root) {
   Limits limits;
-  const auto text = read_file(root + "/proc/self/limits");
+  const auto text = read_kernel_file(root + "/proc/self/limits");
   limits.known = text.has_value();
   limits.open_files = limit_of(text.value_or(""), "Max open files");
   limits.locked_memory = limit_of(text.value_or(""), "Max locked memory");
@@ -131,7 +132,8 @@ Limits gather_limits(const std::string& root) {
   limits.address_space = limit_of(text.value_or(""), "Max address space");
   const CgroupFolders groups = own_cgroup_folders("pids", root);
   for (const auto* folders : {&groups.version_2, &groups.version_1}) {
-    for (const auto& group : *folders) keep_smaller(limits.pids_max, read_integer(group + "/pids.max"));
+    for (const auto& group : *folders)
+      keep_smaller(limits.pids_max, read_kernel_integer(group + "/pids.max"));
   }
   return limits;
 }
@@ -153,7 +155,7 @@ Gpu gather_gpu_files(const std::string& root) {
   std::error_code ignored;
   gpu.wsl_device = std::filesystem::exists(root + "/dev/dxg", ignored);
   // "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue …": the first word that looks like one.
-  std::istringstream words(read_file(root + "/proc/driver/nvidia/version").value_or(""));
+  std::istringstream words(read_kernel_file(root + "/proc/driver/nvidia/version").value_or(""));
   for (std::string word; gpu.driver.empty() && words >> word;) {
     const bool numeric = word.find_first_not_of("0123456789.") == std::string::npos;
     if (numeric && word.find('.') != std::string::npos) gpu.driver = word;

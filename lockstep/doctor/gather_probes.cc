@@ -22,6 +22,7 @@
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/exception_text.h>
+#include <lockstep/base/files/kernel_file.h>
 #include <lockstep/base/host_name.h>
 #include <lockstep/base/process/pidfd.h>
 #include <lockstep/base/unique_fd.h>
@@ -36,7 +37,6 @@
 namespace lockstep::doctor {
 
 using internal::find_in_path;
-using internal::read_integer;
 using internal::run_command;
 
 namespace {
@@ -123,7 +123,7 @@ std::vector<Interface> gather_interfaces(const std::string& root) {
       made.name = entry->ifa_name;
       made.up = (entry->ifa_flags & IFF_UP) != 0 && (entry->ifa_flags & IFF_RUNNING) != 0;
       made.loopback = (entry->ifa_flags & IFF_LOOPBACK) != 0;
-      const auto speed = read_integer(root + "/sys/class/net/" + made.name + "/speed");
+      const auto speed = read_kernel_integer(root + "/sys/class/net/" + made.name + "/speed");
       if (speed.value_or(-1) > 0) made.speed_mbit = static_cast<int>(*speed);
       found = interfaces.insert(interfaces.end(), std::move(made));
     }

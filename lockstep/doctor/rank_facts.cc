@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/environment.h>
+#include <lockstep/base/files/kernel_file.h>
 #include <lockstep/base/text/json_text.h>
 #include <lockstep/base/text/json_value.h>
 #include <lockstep/base/unique_fd.h>
@@ -24,12 +25,11 @@
 namespace lockstep::doctor {
 
 using internal::fingerprint_file;
-using internal::read_file;
 
 namespace {
 
 std::string cpu_model() {
-  std::istringstream lines(read_file("/proc/cpuinfo").value_or(""));
+  std::istringstream lines(read_kernel_file("/proc/cpuinfo").value_or(""));
   for (std::string line; std::getline(lines, line);) {
     const auto colon = line.find(": ");
     if (colon != std::string::npos && (line.starts_with("model name") || line.starts_with("CPU part"))) {

@@ -1,14 +1,13 @@
 #include <algorithm>
+#include <cstdint>
 #include <iterator>
 #include <map>
-#include <optional>
 #include <utility>
 
 #include <c10/util/Exception.h>
 
-#include <lockstep/base/files/read_at_most.h>
+#include <lockstep/base/files/kernel_file.h>
 #include <lockstep/base/process/cpu_list.h>
-#include <lockstep/base/text/parse_number.h>
 #include <lockstep/launch/numa_binding.h>
 
 namespace lockstep::launch {
@@ -16,21 +15,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Without the end of its line.
-std::optional<std::string> read_line(const fs::path& file) {
-  auto text = read_at_most(file, 1 << 16);
-  if (text) text->erase(std::min(text->find('\n'), text->size()));
-  return text;
-}
-
 std::vector<int> read_cores(const fs::path& file) {
-  std::vector<int> cores = parse_cpu_list(read_line(file).value_or(""));
+  std::vector<int> cores = parse_cpu_list(read_kernel_file(file).value_or(""));
   TORCH_CHECK_VALUE(!cores.empty(), "the kernel does not tell of its cores in ", file.string());
   return cores;
-}
-
-std::optional<int> read_number(const fs::path& file) {
-  return parse_number<int>(read_line(file).value_or(""));
 }
 
 fs::path folder_of_core(const fs::path& system, int core) {
@@ -40,12 +28,12 @@ fs::path folder_of_core(const fs::path& system, int core) {
 /// The first of the cores that share the last-level cache of this one.
 int last_level_cache_of(const fs::path& system, int core) {
   const fs::path folder = folder_of_core(system, core) / "cache";
-  int highest = -1;
+  int64_t highest = -1;
   int first = core;  // where the kernel tells of no cache, as in some virtual machines
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(folder, ignored)) {
-    const auto kind = read_line(entry.path() / "type");
-    const auto level = read_number(entry.path() / "level");
+    const auto kind = read_kernel_file(entry.path() / "type");
+    const auto level = read_kernel_integer(entry.path() / "level");
     if (!level || *level <= highest || (kind != "Unified" && kind != "Data")) continue;
     highest = *level;
     first = read_cores(entry.path() / "shared_cpu_list").front();
@@ -85,15 +73,16 @@ NumaTopology::NumaTopology(fs::path system, std::vector<std::string> cards, std:
 
 int NumaTopology::node_of(size_t card) const {
   const fs::path file = system_ / "bus/pci/devices" / cards_[card] / "numa_node";
-  const auto node = read_number(file);
+  const auto node = read_kernel_integer(file);
   TORCH_CHECK_VALUE(node, "the kernel does not tell in ", file.string(), " near which cores card ", card,
                     " is");
-  return std::max(*node, 0);  // -1 on hosts with one node
+  return static_cast<int>(std::max<int64_t>(*node, 0));  // -1 on hosts with one node
 }
 
 std::vector<int> NumaTopology::cores_of_node(int node) const {
   std::vector<int> all = parse_cpu_list(
-      read_line(system_ / "devices/system/node" / ("node" + std::to_string(node)) / "cpulist").value_or(""));
+      read_kernel_file(system_ / "devices/system/node" / ("node" + std::to_string(node)) / "cpulist")
+          .value_or(""));
   std::sort(all.begin(), all.end());
   std::vector<int> cores;
   std::set_intersection(all.begin(), all.end(), allowed_.begin(), allowed_.end(), std::back_inserter(cores));
@@ -102,7 +91,7 @@ std::vector<int> NumaTopology::cores_of_node(int node) const {
 
 std::vector<int> NumaTopology::cores_of_socket(int node) const {
   const auto socket_of = [&](const std::vector<int>& cores) {
-    return read_number(folder_of_core(system_, cores.front()) / "topology/physical_package_id");
+    return read_kernel_integer(folder_of_core(system_, cores.front()) / "topology/physical_package_id");
   };
   const auto socket = socket_of(cores_of_node(node));
   std::vector<int> result;
@@ -132,29 +121,22 @@ std::vector<int> NumaTopology::cores(NumaBinding binding, size_t card) const {
   };
   TORCH_CHECK_VALUE(!cores.empty(), described(), " has no core that may be used (", format_cpu_list(allowed_),
                     " may; taskset, --cpu-list and a cgroup's cpuset decide)");
+  if (binding == NumaBinding::kNode) return cores;
+  if (binding == NumaBinding::kSocket) return cores_of_socket(node);
   const std::vector<size_t> cards = cards_of_node(node);
   const auto which = static_cast<size_t>(std::find(cards.begin(), cards.end(), card) - cards.begin());
-  switch (binding) {
-    case NumaBinding::kNode:
-      return cores;
-    case NumaBinding::kSocket:
-      return cores_of_socket(node);
-    case NumaBinding::kExclusive: {
-      const auto physical = group(cores, [&](int core) {
-        return read_cores(folder_of_core(system_, core) / "topology/thread_siblings_list").front();
-      });
-      TORCH_CHECK_VALUE(physical.size() >= cards.size(), described(), " has ", physical.size(),
-                        " physical cores that may be used, and ", cards.size(), " cards");
-      return share(physical, which, cards.size());
-    }
-    case NumaBinding::kCoreComplex: {
-      auto complexes = group(cores, [&](int core) { return last_level_cache_of(system_, core); });
-      std::stable_sort(complexes.begin(), complexes.end(),
-                       [](const auto& one, const auto& other) { return one.size() > other.size(); });
-      return complexes[which % complexes.size()];
-    }
+  if (binding == NumaBinding::kExclusive) {
+    const auto physical = group(cores, [&](int core) {
+      return read_cores(folder_of_core(system_, core) / "topology/thread_siblings_list").front();
+    });
+    TORCH_CHECK_VALUE(physical.size() >= cards.size(), described(), " has ", physical.size(),
+                      " physical cores that may be used, and ", cards.size(), " cards");
+    return share(physical, which, cards.size());
   }
-  return cores;
+  auto complexes = group(cores, [&](int core) { return last_level_cache_of(system_, core); });
+  std::stable_sort(complexes.begin(), complexes.end(),
+                   [](const auto& one, const auto& other) { return one.size() > other.size(); });
+  return complexes[which % complexes.size()];
 }
 
 }  // namespace lockstep::launch

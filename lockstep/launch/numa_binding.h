@@ -11,7 +11,7 @@ namespace lockstep::launch {
 enum class NumaBinding {
   kNode,        ///< all of the card's NUMA node
   kSocket,      ///< all of the NUMA nodes in that node's socket
-  kExclusive,   ///< a part of the card's NUMA node, whose cores are dealt out evenly among its cards
+  kExclusive,   ///< a part of the card's NUMA node, whose cores are divided evenly among its cards
   kCoreComplex  ///< those of the card's NUMA node that share one last-level cache, another one for each of its cards where there
                 ///< are as many
 };

@@ -7,10 +7,6 @@
 
 namespace lockstep::doctor::internal {
 
-/// A file's content without white space at its end; nothing when it can't be read. For small files.
-std::optional<std::string> read_file(const std::string& path);
-/// The whole number that a file holds, if it holds one.
-std::optional<int64_t> read_integer(const std::string& path);
 /// Names in a folder, sorted; none when it can't be read.
 std::vector<std::string> list_folder(const std::string& path);
 

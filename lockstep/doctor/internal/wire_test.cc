@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <lockstep/base/files/kernel_file.h>
 #include <lockstep/base/text/parse_number.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/doctor/internal/files.h>
@@ -125,7 +126,7 @@ class WireTest {
 
 TcpSegments read_tcp_segments() {
   // Two lines: "Tcp: RtoAlgorithm … OutSegs RetransSegs …", and the values.
-  std::istringstream lines(read_file("/proc/self/net/snmp").value_or(""));
+  std::istringstream lines(read_kernel_file("/proc/self/net/snmp").value_or(""));
   std::string names;
   for (std::string line; std::getline(lines, line);) {
     if (!line.starts_with("Tcp:")) continue;
