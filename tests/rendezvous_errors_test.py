@@ -74,12 +74,19 @@ def test_a_bad_init_method_is_shown(programs, method, words):
         (["--rank", 2, "--world-size", 2], ["rank 2", "world_size 2"]),
         (["--world-size", 2], ["rank parameter missing"]),
         (["--rank", 0], ["world_size parameter missing"]),
-        (["--rank", 0, "--world-size", 2, "--timeout", 0], ["timeout is 0 ms"]),
     ],
 )
 def test_bad_options_are_named(programs, options, words):
     method = ["--init-method", "tcp://127.0.0.1:29500"]
     assert_says(programs.run("meeting_driver", *method, *options), *words)
+
+
+def test_a_timeout_of_nothing_is_refused(programs):
+    """Before the ranks meet: the message says all, and the page about meetings would add nothing."""
+    method = ["--init-method", "tcp://127.0.0.1:29500", "--rank", 0, "--world-size", 2]
+    result = programs.run("meeting_driver", *method, "--timeout", 0)
+    assert result.status == 1, result.text
+    assert "the timeout is 0 ms; it must be more than 0" in result.stderr, result.text
 
 
 def test_options_that_contradict_the_environment(programs):
