@@ -130,13 +130,37 @@ def compiler() -> list:
     return [*kept, "-w", "-fsyntax-only", "-x", "c++"]
 
 
+def errors_of(text: str, file: pathlib.Path) -> list:
+    """The lines with errors that the compiler prints for this source; writes the file."""
+    file.write_text(text)
+    done = subprocess.run([*compiler(), f"-I{REPOSITORY}", file], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    found = re.findall(r"^\S+: (?:fatal )?error: .*$", done.stderr, re.M)
+    return found if done.returncode == 0 or found else [done.stderr]
+
+
 @pytest.mark.long
 def test_each_snippet_of_the_guides_compiles(tmp_path):
-    file = tmp_path / "guides.cc"
-    file.write_text(source())
-    done = subprocess.run([*compiler(), f"-I{REPOSITORY}", file], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    errors = re.findall(r"^\S+: (?:fatal )?error: .*$", done.stderr, re.M)
-    assert done.returncode == 0, "\n".join(errors[:60] or [done.stderr])
+    errors = errors_of(source(), tmp_path / "guides.cc")
+    assert not errors, "\n".join(errors[:60])
+
+
+@pytest.mark.long
+def test_a_loss_function_for_another_model_is_one_error_with_the_remedy(tmp_path):
+    program = """
+        #include <torch/torch.h>
+        #include <lockstep/lockstep.h>
+        struct Loader : std::vector<lockstep::data::Example> {
+          using Batch = lockstep::data::Example;
+        };
+        void train(torch::nn::Sequential net, Loader loader) {
+          lockstep::DistributedDataParallel model(net);
+          torch::optim::SGD optimizer(model.parameters(), 0.1);
+          auto loss_of = [](torch::nn::Sequential& net, const Loader::Batch& batch) { return net->forward(batch.data).mean(); };
+          lockstep::Trainer trainer(model, optimizer, loader, loss_of);
+          trainer.train();
+        }"""
+    errors = errors_of(program, tmp_path / "program.cc")
+    assert len(errors) == 1 and "[](auto& model, const auto& batch)" in errors[0], "\n".join(errors)
 
 
 # ---- How snippets are taken apart
