@@ -46,17 +46,31 @@ struct UcxTransfer {
 };
 
 struct UcxPeer {
+  /// What this rank has sent. In the order in which they follow each other; some may be left out.
+  enum class Phase : uint8_t {
+    kSilent,          // no message
+    kSpeaking,        // messages
+    kAwaitingAnswer,  // its farewell after them
+    kAnswered,        // and the peer has said that it has all
+    kLost,            // the connection is lost, or was closed: nothing more is sent or received
+  };
+
   UcxEngine* engine = nullptr;
   int rank = -1;
   std::string address = {};
   ucp_ep_h endpoint = nullptr;
-  bool lost = false;
-  bool has_sent = false;       // this rank, something to the peer
-  bool has_left = false;       // the peer has said farewell
-  bool awaits_answer = false;  // to this rank's farewell
-  uint8_t word = 0;            // a UcxWord that has come
-  void* listening = nullptr;   // the receive of the next
+  Phase phase = Phase::kSilent;
+  bool has_left = false;      // the peer has said farewell
+  uint8_t word = 0;           // a UcxWord that has come
+  void* listening = nullptr;  // the receive of the next
   std::list<UcxTransfer> transfers = {};
+
+  bool lost() const { return phase == Phase::kLost; }
+  /// The one place where the phase changes, which never goes back.
+  void enter(Phase next) {
+    TORCH_INTERNAL_ASSERT(next > phase);
+    phase = next;
+  }
 };
 
 // UCX's tags: channel, sender, number.
@@ -145,18 +159,19 @@ UcxEngine::~UcxEngine() {
   }
   // The end of a connection may destroy what is still under way, so the others say when they have it.
   for (auto& [rank, peer] : peers_) {
-    if (!peer.has_sent || peer.lost) continue;
-    peer.awaits_answer = true;
+    if (peer.phase != UcxPeer::Phase::kSpeaking) continue;
+    peer.enter(UcxPeer::Phase::kAwaitingAnswer);
     send_word(peer, UcxWord::kFarewell);
   }
   const auto each = [this](auto is_done) {
     return std::all_of(peers_.begin(), peers_.end(),
                        [&](const auto& entry) { return is_done(entry.second); });
   };
-  progress_until(Deadline::after(std::chrono::seconds(1)),
-                 [&] { return each([](const UcxPeer& peer) { return !peer.awaits_answer; }); });
+  progress_until(Deadline::after(std::chrono::seconds(1)), [&] {
+    return each([](const UcxPeer& peer) { return peer.phase != UcxPeer::Phase::kAwaitingAnswer; });
+  });
   for (auto& [rank, peer] : peers_) {
-    if (!peer.lost) lose(peer, "");
+    if (!peer.lost()) lose(peer, "");
   }
   // What UCX does not give back by then, a message that has come in part, goes with the worker.
   progress_until(Deadline::after(std::chrono::milliseconds(100)), [&] {
@@ -184,7 +199,7 @@ void UcxEngine::connect(int rank, const std::string& address) {
 
 /// False if the peer is lost, or is found to be.
 bool UcxEngine::ensure_endpoint(UcxPeer& peer) {
-  if (peer.lost || peer.endpoint != nullptr) return !peer.lost;
+  if (peer.lost() || peer.endpoint != nullptr) return !peer.lost();
   ucp_ep_params_t params{};
   params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
                       UCP_EP_PARAM_FIELD_ERR_HANDLER;
@@ -215,7 +230,7 @@ UcxTransfer& UcxEngine::add_transfer(UcxPeer& peer, Operation& operation, bool i
 void UcxEngine::send(Operation& operation, Tag tag, const void* data, size_t bytes) {
   UcxPeer& peer = peers_.at(operation.peer);
   if (!ensure_endpoint(peer)) return finish(operation, RequestStatus::kPeerLost);
-  peer.has_sent = true;
+  if (peer.phase == UcxPeer::Phase::kSilent) peer.enter(UcxPeer::Phase::kSpeaking);
   UcxTransfer& transfer = add_transfer(peer, operation, true, data, bytes);
   transfer.is_data = tag.channel != 0;
   ucp_request_param_t params{};
@@ -250,7 +265,7 @@ void UcxEngine::receive(Operation& operation, Tag tag, void* data, size_t bytes)
   if (ended_ != before) return;
   if (!UCS_PTR_IS_PTR(request)) return end_transfer(transfer, UCS_PTR_STATUS(request));
   transfer.request = request;
-  if (!peer.lost) return;
+  if (!peer.lost()) return;
   detach(transfer, RequestStatus::kPeerLost);
   ucx_.ucp_request_cancel(worker_, request);
 }
@@ -282,7 +297,7 @@ void UcxEngine::cancel(Operation& operation) {
 
 void UcxEngine::abandon(int rank, const std::string& reason) {
   UcxPeer& peer = peers_.at(rank);
-  if (!peer.lost) lose(peer, reason);
+  if (!peer.lost()) lose(peer, reason);
 }
 
 size_t UcxEngine::pack(void* transfer, size_t offset, void* to, size_t most) {
@@ -382,7 +397,7 @@ void UcxEngine::on_word(void* request, ucs_status_t status, const ucp_tag_recv_i
 
 void UcxEngine::heed_words() {
   for (UcxPeer* peer : std::exchange(words_, {})) {
-    if (peer->lost) continue;
+    if (peer->lost()) continue;
     switch (static_cast<UcxWord>(peer->word)) {
       case UcxWord::kHello:
         break;
@@ -391,7 +406,7 @@ void UcxEngine::heed_words() {
         send_word(*peer, UcxWord::kAnswer);
         break;
       case UcxWord::kAnswer:
-        peer->awaits_answer = false;
+        if (peer->phase == UcxPeer::Phase::kAwaitingAnswer) peer->enter(UcxPeer::Phase::kAnswered);
         break;
     }
     listen_for_word(*peer);
@@ -417,7 +432,7 @@ void UcxEngine::heed_errors() {
   for (int round = 0; round < kMostRounds && ucx_.ucp_worker_progress(worker_) != 0; ++round) {
   }
   for (const auto& [peer, status] : std::exchange(errors_, {})) {
-    if (peer->lost) continue;
+    if (peer->lost()) continue;
     lose(*peer, peer->has_left
                     ? "it has closed the connection"
                     : std::string("the connection is lost (UCX: ") + ucx_.ucs_status_string(status) + ")");
@@ -426,8 +441,7 @@ void UcxEngine::heed_errors() {
 
 /// Ends all that has to do with a peer. UCX itself never completes receives of a lost one.
 void UcxEngine::lose(UcxPeer& peer, const std::string& reason) {
-  peer.lost = true;
-  peer.awaits_answer = false;
+  peer.enter(UcxPeer::Phase::kLost);
   for (auto at = peer.transfers.begin(); at != peer.transfers.end();) {
     UcxTransfer& transfer = *at++;  // which the cancelling may end
     detach(transfer, RequestStatus::kPeerLost);
