@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <condition_variable>
 #include <csignal>
+#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -53,11 +54,11 @@ class LineWriter {
   ~LineWriter() {
     {
       std::unique_lock lock(mutex_);
-      ends_ = true;
-      changed_.notify_all();
-      changed_.wait_for(lock, Supervisor::kDrainTime, [this] { return written_; });
+      enter(Phase::kEnding);
+      const bool written =
+          changed_.wait_for(lock, Supervisor::kDrainTime, [this] { return phase_ == Phase::kEnded; });
+      if (!written) enter(Phase::kAbandoning);
     }
-    abandoned_ = true;
     thread_.join();
   }
 
@@ -70,10 +71,25 @@ class LineWriter {
   }
 
  private:
+  /// In the order in which they follow each other; kAbandoning is mostly left out.
+  enum class Phase : uint8_t {
+    kRunning,
+    kEnding,      // what waits is written
+    kAbandoning,  // there was no room for it in time: it is dropped
+    kEnded,       // the thread writes nothing any more
+  };
+
+  /// The one place where the phase changes, which never goes back. With the mutex held.
+  void enter(Phase next) {
+    TORCH_INTERNAL_ASSERT(next > phase_);
+    phase_ = next;
+    changed_.notify_all();
+  }
+
   void run() {
     std::unique_lock lock(mutex_);
     while (true) {
-      changed_.wait(lock, [this] { return ends_ || !lines_.empty(); });
+      changed_.wait(lock, [this] { return phase_ != Phase::kRunning || !lines_.empty(); });
       if (lines_.empty()) break;
       const std::string text = std::move(lines_.front());
       lines_.pop_front();
@@ -81,13 +97,12 @@ class LineWriter {
       write(text);
       lock.lock();
     }
-    written_ = true;
-    changed_.notify_all();
+    enter(Phase::kEnded);
   }
 
   void write(std::string_view text) {
     const int fd = nonblocking_ ? nonblocking_.get() : STDERR_FILENO;
-    while (!text.empty() && !abandoned_) {
+    while (!text.empty() && phase_ != Phase::kAbandoning) {
       const ssize_t written = ::write(fd, text.data(), text.size());
       if (written > 0) {
         text.remove_prefix(static_cast<size_t>(written));
@@ -104,9 +119,7 @@ class LineWriter {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::string> lines_;
-  bool ends_ = false;
-  bool written_ = false;
-  std::atomic<bool> abandoned_{false};
+  std::atomic<Phase> phase_{Phase::kRunning};  // changed with mutex_ held, and read by write() without
   BackgroundThread thread_;
 };
 
