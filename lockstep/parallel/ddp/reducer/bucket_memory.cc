@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
 
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/parallel/ddp/reducer/bucket_memory.h>
@@ -60,13 +61,18 @@ void BucketMemory::deallocate(void* memory) {
   std::lock_guard lock(mutex_);
   taken_[slot] = false;
   taken_bytes_ -= end_of(slot) - offsets_[slot];
-  if (abandoned_) give_back_pages(slot);
+  if (phase_ != Phase::kInUse) give_back_pages(slot);
 }
 
 void BucketMemory::abandon() {
   std::lock_guard lock(mutex_);
-  abandoned_ = true;
+  enter(Phase::kAbandoned);
   give_back_pages(0);
+}
+
+void BucketMemory::enter(Phase next) {
+  TORCH_INTERNAL_ASSERT(next > phase_);
+  phase_ = next;
 }
 
 size_t BucketMemory::end_of(size_t slot) const {
@@ -80,11 +86,12 @@ void BucketMemory::give_back_pages(size_t freed) {
       buffer_.storage().use_count() > 1) {
     return;
   }
-  if (std::exchange(gives_back_, true)) {
+  if (phase_ == Phase::kGivingBack) {
     while (freed > 0 && !taken_[freed - 1]) --freed;
     give_back_run(freed);
     return;
   }
+  enter(Phase::kGivingBack);
   for (size_t slot = 0; slot < offsets_.size(); ++slot) {
     if (!taken_[slot]) slot = give_back_run(slot);
   }

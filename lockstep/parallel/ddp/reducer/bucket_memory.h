@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -44,10 +45,19 @@ class BucketMemory final : public MemoryOwner, public std::enable_shared_from_th
   /// go back to the system, now and as slots become free, so that a small tensor does not hold the memory of
   /// all. Pages stay while another tensor shows the whole memory, as bucket views do and what a communication
   /// hook has kept. When no slot is taken they stay, too, for the memory as a whole is about to be used
-  /// again.
+  /// again. To be called once at most.
   void abandon();
 
  private:
+  /// In the order in which they follow each other.
+  enum class Phase : uint8_t {
+    kInUse,       // by the reducer
+    kAbandoned,   // all pages have stayed so far
+    kGivingBack,  // pages of all free slots have been given back
+  };
+
+  /// The one place where the phase changes, which never goes back. Under the mutex.
+  void enter(Phase next);
   size_t end_of(size_t slot) const;
   void give_back_pages(size_t freed);
   size_t give_back_run(size_t first);
@@ -59,8 +69,7 @@ class BucketMemory final : public MemoryOwner, public std::enable_shared_from_th
   mutable std::mutex mutex_;
   std::vector<bool> taken_;
   size_t taken_bytes_ = 0;
-  bool abandoned_ = false;
-  bool gives_back_ = false;  // pages of all free slots have been given back
+  Phase phase_ = Phase::kInUse;
 };
 
 }  // namespace lockstep
