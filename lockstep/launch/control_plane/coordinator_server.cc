@@ -8,6 +8,8 @@
 #include <sys/socket.h>
 #include <utility>
 
+#include <c10/util/Exception.h>
+
 #include <lockstep/launch/control_plane/coordinator_server.h>
 #include <lockstep/launch/control_plane/frames.h>
 #include <lockstep/launch/control_plane/greeting.h>
@@ -20,7 +22,14 @@ namespace lockstep::launch {
 /// and so does the connection of a worker that uses no tunnel.
 class CoordinatorServer::Peer : public EventHandler {
  public:
-  enum class Phase { kUnknown, kAgent, kStream, kPlain, kClosed };
+  enum class Phase {
+    kUnknown,  // has not said what it is for
+    kAgent,
+    kRefused,  // an agent's that is told to end: that closes the connection, or the end of its time does
+    kStream,
+    kPlain,  // of a worker that uses no tunnel
+    kClosed,
+  };
 
   Peer(CoordinatorServer& server, UniqueFd socket, BootTime now)
       : server_(server),
@@ -73,7 +82,8 @@ class CoordinatorServer::Peer : public EventHandler {
   }
 
   void close() {
-    if (std::exchange(phase_, Phase::kClosed) == Phase::kClosed) return;
+    if (phase_ == Phase::kClosed) return;
+    enter(Phase::kClosed);
     if (plain_) server_.loop_.forget(plain_.get());
     plain_.reset();
     if (!tls_) return;
@@ -90,6 +100,14 @@ class CoordinatorServer::Peer : public EventHandler {
   uint64_t generation() const { return generation_; }
 
  private:
+  /// The one place where the phase changes.
+  void enter(Phase next) {
+    const bool refuses = phase_ == Phase::kAgent && next == Phase::kRefused;
+    TORCH_INTERNAL_ASSERT(phase_ == Phase::kUnknown || refuses || next == Phase::kClosed);
+    phase_ = next;
+  }
+  bool is_agents() const { return phase_ == Phase::kAgent || phase_ == Phase::kRefused; }
+
   void speak_tls(UniqueFd socket) {
     tls_ = std::make_unique<TlsConnection>(server_.key_, std::move(socket), TlsConnection::Side::kServer);
   }
@@ -106,7 +124,7 @@ class CoordinatorServer::Peer : public EventHandler {
       return true;
     }
     if (got == 1) {
-      phase_ = Phase::kPlain;
+      enter(Phase::kPlain);
       server_.loop_.forget(plain_.get());
     } else {
       close();
@@ -123,12 +141,12 @@ class CoordinatorServer::Peer : public EventHandler {
           " has failed in the TLS handshake; if that is a host of this job, do both have the same "
           "secret, --rdzv-id and version of Lockstep?");
     server_.loop_.forget(fd);
-    phase_ = Phase::kClosed;
+    enter(Phase::kClosed);
   }
   void watch() { server_.loop_.watch(tls_->fd(), tls_->events(!out_.empty()), *this); }
 
   void take_messages() {
-    while (phase_ == Phase::kUnknown || phase_ == Phase::kAgent) {
+    while (phase_ == Phase::kUnknown || is_agents()) {
       const auto message = frames_.next();
       if (!message) break;
       if (phase_ == Phase::kUnknown) {
@@ -150,7 +168,7 @@ class CoordinatorServer::Peer : public EventHandler {
     const auto greeting = decode_greeting(message);
     if (!greeting) return reject();
     generation_ = greeting->generation;
-    phase_ = greeting->kind == Greeting::Kind::kAgent ? Phase::kAgent : Phase::kStream;
+    enter(greeting->kind == Greeting::Kind::kAgent ? Phase::kAgent : Phase::kStream);
     if (phase_ == Phase::kAgent) frames_.set_most(kMostReportBytes);
   }
 
@@ -168,11 +186,12 @@ class CoordinatorServer::Peer : public EventHandler {
     // A connection is one agent's for ever.
     const bool in_bounds = status && (!agent_ || *agent_ == status->id);
     if (!in_bounds) return reject();
-    if (const auto refusal = agent_ || refused_ ? std::nullopt : server_.coordinator_.refusal_of(*status)) {
-      refused_ = true;
+    if (phase_ == Phase::kRefused) return;
+    if (const auto refusal = agent_ ? std::nullopt : server_.coordinator_.refusal_of(*status)) {
+      enter(Phase::kRefused);
       out_ = framed(encode(*refusal));
+      return;
     }
-    if (refused_) return;  // its agent ends by this word, and with it the connection, or its time does
     if (!server_.coordinator_.receive(*status, BootClock::now())) {
       server_.say_once("there are " + std::to_string(Coordinator::kMostMembers) +
                        " agents, and more are refused");
@@ -189,7 +208,7 @@ class CoordinatorServer::Peer : public EventHandler {
 
   /// At most one order or report is on its way; where the agent is slow, it gets the newest ones next, orders first.
   void flush() {
-    if (phase_ != Phase::kAgent) return;
+    if (!is_agents()) return;
     while (true) {
       if (out_.empty() && !order_due_ && !reports_due_.empty()) {
         out_ = framed(reports_due_.begin()->second);
@@ -219,7 +238,6 @@ class CoordinatorServer::Peer : public EventHandler {
   uint64_t generation_ = 0;
   std::string out_;
   bool order_due_ = false;  // of one whose agent is known
-  bool refused_ = false;    // and told so
   bool asks_ = false;
   BootTime second_since_ = {};
   int messages_ = 0;                            // since then
@@ -265,6 +283,7 @@ BootTime CoordinatorServer::serve(BootTime now) {
     const auto connection = place++;
     switch ((*connection)->phase()) {
       case Peer::Phase::kUnknown:
+      case Peer::Phase::kRefused:
         if (now >= (*connection)->greeting_until()) pending_.erase(connection);
         break;
       case Peer::Phase::kAgent:
