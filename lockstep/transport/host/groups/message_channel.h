@@ -212,10 +212,12 @@ class MessageChannel {
   std::list<layout::Transfer*> given_up_;  // until the receiver has dropped them
   int rings_ = 0;
   uint64_t seen_events_ = 0;
-  bool driving_ = false;
+  // Facts of their own, not one phase: a waiter may drive while the background thread is there, and both may be there
+  // still when the channel is closed.
+  bool driving_ = false;  // a thread advances the requests
   int waiters_ = 0;
-  bool serving_ = false;
-  int telling_ = 0;  // threads of tell_in_background()
+  bool serving_ = false;  // the background thread is there
+  int telling_ = 0;       // threads of tell_in_background()
   bool closed_ = false;
 };
 
