@@ -133,6 +133,8 @@ class OperationQueue : public std::enable_shared_from_this<OperationQueue> {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<OperationWork>> queue_;
+  // Facts of their own, not one phase: a waiter may run an operation while the communication thread is there, which
+  // may be there still when the queue is stopped.
   bool running_ = false;
   bool serving_ = false;  // a communication thread is there to run what comes
   int telling_ = 0;       // threads that run callbacks of futures
