@@ -35,7 +35,8 @@ class Forwarding : public EventHandler {
   UniqueFd plain_;
   std::string for_far_;
   std::string for_plain_;
-  const int far_fd_;           // watched until the connection closes
+  const int far_fd_;  // watched until the connection closes
+  // The two directions of plain_ end independently of each other:
   bool plain_ended_ = false;   // nothing more comes from it
   bool plain_broken_ = false;  // nothing more goes there
   bool finished_ = false;
