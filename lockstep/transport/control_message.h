@@ -27,7 +27,8 @@ struct ControlMessage {
 
   Kind kind = Kind::kFailure;
   uint32_t group = 0;  // by the receiver's number for it: see HostTransport::add_listener()
-  // kFailure: of the operation; 0: whichever is in progress. kLeave: the first without the sender; 0: not known.
+  // kFailure: of the operation; 0: whichever is in progress. kLeave: the first without the sender; 0: not known. kCause, and
+  // the answer of kHeartbeat: HostTransport::action_of() that rank, or the sender
   uint64_t sequence = 0;
   uint32_t failure = 0;  // FailureKind
   int32_t rank = -1;     // kFailure: the cause; the others: which one. Of the transport

@@ -44,6 +44,7 @@ struct WireMessages::Header {
   int64_t tag = 0;
   uint64_t bytes = 0;         // of the message; kRefused: that were expected
   uint64_t taken = 0;         // messages and offers that the note's sender has taken
+  uint64_t action = 0;        // in which it is: HostTransport::action_of()
   uint32_t first_number = 0;  // kGo: of the chunks
 };
 
@@ -85,6 +86,7 @@ void WireMessages::stand(int rank, uint32_t note) {
 void WireMessages::note(int to, Header header, const std::byte* payload, size_t bytes) {
   Peer& peer = peers_[to];
   header.taken = peer.told_taken = peer.taken;
+  header.action = transport_.action_of(transport_.rank());
   std::shared_ptr<std::byte[]> memory(new std::byte[sizeof(Header) + bytes]);
   std::memcpy(memory.get(), &header, sizeof(Header));
   if (bytes > 0) std::memcpy(memory.get() + sizeof(Header), payload, bytes);
@@ -154,6 +156,7 @@ void WireMessages::handle(int from, const Header& header, const std::byte* paylo
                           const std::function<void(Arrival&)>& arrive) {
   Peer& peer = peers_[from];
   peer.acknowledged = header.taken;
+  transport_.hear_action(members_.transport_ranks[from], header.action);
   const MessageKind kind{header.bytes, header.type};
   // What a transfer is told that is over already means nothing any more.
   const auto outgoing = peer.outgoing.find(header.transfer);

@@ -5,10 +5,12 @@
 #include <vector>
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/rethrow_with_context.h>
 #include <lockstep/base/training/held_tensors.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/groups/spread_failure.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/nn/gradient_list.h>
@@ -39,6 +41,9 @@ struct PipelineRunner::Core : PipelineCore {
               Tensors* losses) {
     TORCH_CHECK(failure.empty(), "this pipeline has failed before, ", failure,
                 "; make another one, of a new group, for the old group has failed, too");
+    // What a rank was in would be taken for an action of the next step.
+    const auto forget = c10::make_scope_exit(
+        [backend = lockstep_backend_of(*group)] { backend->channel().transport().forget_actions(); });
     std::optional<PipelineStep> step;
     try {
       step.emplace(*this, has_backward, return_outputs, inputs, target);

@@ -169,6 +169,7 @@ void HostTransport::tell_cause(int rank) {
   // Ranks that wait for each other are all the cause: then it is the first for which this one waits.
   const std::vector<int> awaited = awaited_by(rank_);
   answer.rank = awaited.empty() ? given_up_by(rank_).value_or(rank_) : cause_known_here(awaited);
+  answer.sequence = action_of(answer.rank);
   answer.number = is_stopped(answer.rank) ? 1 : 0;
   if (answer.number != 0) answer.set_text(in_action(answer.rank));
   tell(rank, answer);
@@ -176,6 +177,7 @@ void HostTransport::tell_cause(int rank) {
 
 void HostTransport::hear_cause(int from, const ControlMessage& message) {
   if (message.rank < 0 || message.rank >= world_size()) return;
+  hear_action(message.rank, message.sequence);
   std::lock_guard lock(segments_mutex_);
   Peer& peer = *peers_[from];
   peer.asked = false;

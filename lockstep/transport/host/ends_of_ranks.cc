@@ -72,9 +72,28 @@ std::string HostTransport::in_action(int rank) const {
     std::lock_guard lock(segments_mutex_);
     return peers_[rank]->stopped_in;
   }
-  const ProcessHeader& header = header_of(peers_[rank]->bases[0].load(std::memory_order_acquire));
-  const std::string action = TellingAction::describe(header.phases.action.load(std::memory_order_relaxed));
+  const std::string action = TellingAction::describe(action_of(rank));
   return action.empty() ? "" : " in " + action;
+}
+
+uint64_t HostTransport::action_of(int rank) const {
+  const Peer& peer = *peers_[rank];
+  if (!is_here(rank)) return peer.action.load(std::memory_order_relaxed);
+  return header_of(peer.bases[0].load(std::memory_order_acquire))
+      .phases.action.load(std::memory_order_relaxed);
+}
+
+void HostTransport::hear_action(int rank, uint64_t action) {
+  if (action != 0) peers_[rank]->action.store(action, std::memory_order_relaxed);
+}
+
+void HostTransport::forget_actions() {
+  for (const auto& peer : peers_) peer->action.store(0, std::memory_order_relaxed);
+}
+
+std::string HostTransport::in_or_after_action(int rank) const {
+  const std::string action = is_here(rank) ? "" : TellingAction::describe(action_of(rank));
+  return action.empty() ? "" : " in or after " + action;
 }
 
 bool HostTransport::is_alone(int rank) const {
@@ -82,7 +101,9 @@ bool HostTransport::is_alone(int rank) const {
 }
 
 std::string HostTransport::describe_loss(int rank, const std::string& reason) const {
-  return describe(rank) + " is lost: " + reason + "; its process has ended" +
+  const std::string action = in_or_after_action(rank);
+  return describe(rank) + " is lost: " + reason + (action.empty() ? "" : "; it was" + action) +
+         "; its process has ended" +
          (is_alone(rank) ? ", its host is lost or the wire is cut (no other rank is on its host to say how)"
                          : " or the wire is cut");
 }

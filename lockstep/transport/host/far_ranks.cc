@@ -171,6 +171,8 @@ void HostTransport::give_up(int rank) {
   } else {
     text += "; it is stopped, its host is lost, or the wire is cut (no other rank of its host can say which)";
   }
+  if (const std::string action = in_or_after_action(rank); !action.empty())
+    text += "; " + name_ranks({job_rank(rank)}) + " was" + action;
   LOCKSTEP_LOG(kWarning) << describe(rank) << ' ' << text;
   hear_end(rank, text, /*certain=*/false);
   // If only the way from there is cut, it hears why.

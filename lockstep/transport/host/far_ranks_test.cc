@@ -1,5 +1,6 @@
 #include <barrier>
 #include <chrono>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <gmock/gmock.h>
@@ -412,10 +413,12 @@ TEST(FarRanks, ATimeoutNamesTheRootThatDoesNotAnswer) {
   hosts.run([&](GroupChannel& channel) {
     met.arrive_and_wait();
     if (channel.rank() == 2) hosts.cut_off(2);
+    if (channel.rank() == 1) channel.transport().hear_action(2, uint64_t{'B'} << 56 | uint64_t{2} << 32 | 3);
     met.arrive_and_wait();
     if (channel.rank() == 2) return;
     if (channel.rank() == 0) {
       while (channel.transport().cause_of_waiting({1}) != 2) std::this_thread::yield();
+      EXPECT_EQ(channel.transport().in_or_after_action(2), " in or after 2B3");
     }
     const auto text =
         failure_of([&] { receive(channel, channel.rank() + 1, channel.rank() == 0 ? 200ms : 60s); },

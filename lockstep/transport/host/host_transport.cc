@@ -463,9 +463,10 @@ void HostTransport::hear(int from, const ControlMessage& message) {
     case ControlMessage::Kind::kCause:
       return hear_cause(from, message);
     case ControlMessage::Kind::kHeartbeat: {
-      if (message.number == 0) return;  // an answer
+      if (message.number == 0) return hear_action(from, message.sequence);  // an answer
       ControlMessage answer;
       answer.kind = ControlMessage::Kind::kHeartbeat;
+      answer.sequence = action_of(rank_);
       return tell(from, answer);
     }
     case ControlMessage::Kind::kAskForState:

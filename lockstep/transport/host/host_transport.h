@@ -110,6 +110,16 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
   /// " in 2B3": what a rank of this host does of a plan, or did when it ended, and of another host's in what it was stopped, as was
   /// heard from there last; "" where that is not known, or it has none.
   std::string in_action(int rank) const;
+  /// What a rank of this host does of a plan, as a word of TellingAction; of a rank of another host, hear_action(). 0: it does
+  /// nothing of one, or nothing is known.
+  uint64_t action_of(int rank) const;
+  /// A rank of another host was in that action, or is past it, by what has come from it or what others say; 0 tells nothing.
+  /// From any thread.
+  void hear_action(int rank, uint64_t action);
+  /// From now on what was heard does not count: this rank has done its part of the plan.
+  void forget_actions();
+  /// " in or after 2B3": as hear_action() of a rank of another host says; else "".
+  std::string in_or_after_action(int rank) const;
   /// Whether the own host of a rank that has ended, or the rank itself, has said so. Otherwise its connection is lost, and
   /// it may live and be cut off.
   bool end_is_certain(int rank) const;
@@ -198,6 +208,7 @@ class HostTransport : public std::enable_shared_from_this<HostTransport> {
     uint32_t host_answers = 0;  // of others of its host: how it is
     int cause = -1;
     std::string stopped_in;            // see in_action(), as its host or a rank that knows of it has said
+    std::atomic<uint64_t> action{0};   // see hear_action()
     std::atomic<bool> met{false};      // has messages with this rank
     std::optional<PeerLiveness> life;  // of a rank on another host; under segments_mutex_
     Deadline expected = Deadline::after(std::chrono::nanoseconds(0));  // see expect(); under segments_mutex_

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <barrier>
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <exception>
 #include <functional>
@@ -26,6 +27,7 @@
 #include <lockstep/transport/host/host_transport.h>
 #include <lockstep/transport/host/memory/segment.h>
 #include <lockstep/transport/host/peer_links.h>
+#include <lockstep/transport/host/process_header.h>
 #include <lockstep/transport/local_socket.h>
 #include <lockstep/transport/wire/thread_engine.h>
 
@@ -231,6 +233,22 @@ TEST(HostTransport, ALostConnectionNamesTheRankAndItsHost) {
   EXPECT_EQ(job.transports[0]->living_count(), 2);
   EXPECT_EQ(job.transports[0]->endings(), 1u);
   EXPECT_FALSE(job.transports[1]->has_ended(2));
+}
+
+TEST(HostTransport, ALostRankIsNamedWithWhatItsAnswerToAHeartbeatSaidThatItDoes) {
+  const auto hub = wire::ThreadHub::make(2);
+  const Job job({0, 1}, hub, std::chrono::seconds(60), std::chrono::seconds(2));
+  ASSERT_THAT(job.errors, Each(std::string()));
+  header_of(job.transports[1]->arena().segment(0)->data()).phases.action =
+      uint64_t{'B'} << 56 | uint64_t{1} << 32 | 3;
+  while (job.transports[0]->in_or_after_action(1).empty()) {
+    job.transports[0]->expect({1});
+    std::this_thread::yield();
+  }
+  hub->disconnect(0, 1);
+  await_end(*job.transports[0], 1);
+  EXPECT_THAT(job.transports[0]->describe_end(1),
+              HasSubstr(" is lost: disconnected; it was in or after 1B3; its process has ended, "));
 }
 
 TEST(HostTransport, OtherHostsHearHowARankHasEnded) {

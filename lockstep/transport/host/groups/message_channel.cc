@@ -373,8 +373,12 @@ ChannelError MessageChannel::timeout_error(const Request& request, const std::ve
   }
   if (stopped >= 0 && stopped == cause) {
     text << ", which is stopped" << transport.in_action(stopped);
-  } else if (stopped >= 0) {
-    text << ", and " << transport.describe(stopped) << " is stopped" << transport.in_action(stopped);
+  } else {
+    const std::string action = cause >= 0 ? transport.in_or_after_action(cause) : "";
+    if (!action.empty()) text << ", which was" << action;
+    if (stopped >= 0) {
+      text << ", and " << transport.describe(stopped) << " is stopped" << transport.in_action(stopped);
+    }
   }
   text << "; a late rank may be stopped, slower than the timeout allows, or in another part of the program";
   return {FailureKind::kTimeout, text.str()};

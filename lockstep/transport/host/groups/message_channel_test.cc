@@ -1,13 +1,16 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <numeric>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
 
+#include <lockstep/transport/host/process_header.h>
 #include <lockstep/transport/host/testing/failure_of.h>
 #include <lockstep/transport/host/testing/message_ranks.h>
 
@@ -245,6 +248,29 @@ TEST_P(Messages, TimeoutsLeaveNothingBehind) {
       }
     });
   }
+}
+
+TEST(MessagesBetweenHosts, SayWhatTheirSenderDoes) {
+  testing::run_rank_threads(std::vector<int>{0, 1}, [](const Channel& channel) {
+    MessageChannel& messages = channel->messages();
+    HostTransport& transport = channel->transport();
+    int value = 0;
+    if (channel->rank() == 1) {
+      header_of(transport.arena().segment(0)->data()).phases.action =
+          uint64_t{'B'} << 56 | uint64_t{1} << 32 | 3;
+      wait(messages, messages.send(&value, {4, 1}, 0, 0, soon()));
+      wait(messages, messages.receive(&value, {4, 1}, 0, 0, soon()));
+      return;
+    }
+    wait(messages, messages.receive(&value, {4, 1}, 1, 0, soon()));
+    EXPECT_EQ(transport.in_or_after_action(1), " in or after 1B3");
+    auto late = messages.receive(&value, {4, 1}, 1, 9, Deadline::after(1ms));
+    const auto text = failure_of([&] { wait(messages, late); }, FailureKind::kTimeout);
+    EXPECT_NE(text.find(" on host-1), which was in or after 1B3; a late rank"), std::string::npos) << text;
+    transport.forget_actions();
+    EXPECT_EQ(transport.in_or_after_action(1), "");
+    wait(messages, messages.send(&value, {4, 1}, 1, 0, soon()));
+  });
 }
 
 TEST_P(Messages, AWaitMayEndBeforeItsRequest) {
