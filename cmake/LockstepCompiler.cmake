@@ -14,9 +14,11 @@ endif()
 
 find_program(LOCKSTEP_CCACHE ccache)
 if(LOCKSTEP_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
-  # The sloppiness is what ccache asks for with precompiled headers.
-  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env "CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime"
-      ${LOCKSTEP_CCACHE})
+  # Paths are relative to the base folder, and so are those in batches, so that what one checkout has compiled is found by
+  # another one. The sloppiness is what ccache asks for with precompiled headers.
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${CMAKE_SOURCE_DIR}
+      CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${LOCKSTEP_CCACHE})
+  set(CMAKE_UNITY_BUILD_RELOCATABLE ON)
 endif()
 find_program(LOCKSTEP_MOLD mold)
 if(LOCKSTEP_MOLD)
