@@ -227,7 +227,7 @@ def test_what_the_common_header_leaves_out_is_what_the_guide_says():
     for header in ["parallel/ddp/hooks/default_hooks.h", "parallel/ddp/hooks/powersgd_hook.h", "parallel/data_parallel/data_parallel.h", "data/datasets/idx.h",
                    "data/datasets/csv_dataset.h", "data/samplers/torch_sampler.h", "checkpoint/python_checkpoint.h"]:
         assert f"lockstep/{header}" not in common, f"docs/getting_started.md says that lockstep.h lacks {header}"
-    for header in ["parallel/ddp/join.h", "checkpoint/training_state.h", "train/trainer.h", "observe/summary_writer.h"]:
+    for header in ["nn/join.h", "checkpoint/training_state.h", "train/trainer.h", "observe/summary_writer.h"]:
         assert f"lockstep/{header}" in common
 
 

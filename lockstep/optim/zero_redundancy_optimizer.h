@@ -10,8 +10,8 @@
 
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/nn/collective_optimizer.h>
+#include <lockstep/nn/join.h>
 #include <lockstep/optim/partition.h>
-#include <lockstep/parallel/ddp/join.h>
 
 namespace lockstep {
 

@@ -5,10 +5,10 @@
 #include <torch/torch.h>
 
 #include <lockstep/collectives/functional.h>
+#include <lockstep/nn/join.h>
 #include <lockstep/optim/optimizer_state_dict.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
-#include <lockstep/parallel/ddp/join.h>
 #include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>

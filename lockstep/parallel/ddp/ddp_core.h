@@ -10,10 +10,10 @@
 #include <c10/util/Logging.h>
 
 #include <lockstep/base/training/held_tensors.h>
+#include <lockstep/nn/join.h>
 #include <lockstep/nn/step_snapshot.h>
 #include <lockstep/parallel/ddp/grad_bucket.h>
 #include <lockstep/parallel/ddp/hooks/optimizer_overlap_hook.h>
-#include <lockstep/parallel/ddp/join.h>
 #include <lockstep/parallel/ddp/options.h>
 
 namespace lockstep {

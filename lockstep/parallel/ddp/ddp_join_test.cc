@@ -7,9 +7,9 @@
 #include <torch/torch.h>
 
 #include <lockstep/nn/activation_checkpoint.h>
+#include <lockstep/nn/join.h>
 #include <lockstep/nn/testing/fixtures.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
-#include <lockstep/parallel/ddp/join.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 

@@ -6,12 +6,12 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/nn/join.h>
 #include <lockstep/nn/sync_batch_norm.h>
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/optim/model_averaging.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/parallel/data_parallel/data_parallel.h>
-#include <lockstep/parallel/ddp/join.h>
 #include <lockstep/parallel/pipeline/pipe.h>
 #include <lockstep/parallel/pipeline/pipeline_runner.h>
 #include <lockstep/parallel/pipeline/testing/models.h>

@@ -1,7 +1,7 @@
 #include <sstream>
 
 #include <lockstep/collectives/functional.h>
-#include <lockstep/parallel/ddp/join.h>
+#include <lockstep/nn/join.h>
 #include <lockstep/parallel/ddp/parity/models.h>
 #include <lockstep/parallel/ddp/parity/setup.h>
 #include <lockstep/parallel/ddp/parity/train.h>

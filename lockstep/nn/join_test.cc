@@ -7,7 +7,7 @@
 
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/process_group.h>
-#include <lockstep/parallel/ddp/join.h>
+#include <lockstep/nn/join.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 

@@ -5,7 +5,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <lockstep/base/log.h>
-#include <lockstep/parallel/ddp/join.h>
+#include <lockstep/nn/join.h>
 
 namespace lockstep {
 namespace {
