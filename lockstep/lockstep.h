@@ -41,10 +41,10 @@
 #include <lockstep/optim/model_averaging.h>
 #include <lockstep/optim/post_local_sgd_optimizer.h>
 #include <lockstep/optim/swa_utils.h>
-#include <lockstep/optim/zero_hook.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/parallel/ddp/gradient_accumulation.h>
+#include <lockstep/parallel/ddp/hooks/zero_hook.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
 #include <lockstep/parallel/mesh/device_mesh.h>
 #include <lockstep/profiler/profiler.h>

@@ -13,7 +13,7 @@
 
 #include <lockstep/base/tensor_tree.h>
 #include <lockstep/collectives/process_group.h>
-#include <lockstep/parallel/ddp/recovery.h>
+#include <lockstep/optim/recoverable.h>
 #include <lockstep/serialization/state_dict.h>
 
 namespace lockstep {

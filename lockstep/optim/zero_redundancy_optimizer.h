@@ -38,7 +38,7 @@ struct ZeroRedundancyOptions {
   /// Parameters are moved into flat tensors, one for each rank's share, in shared memory: a step sends them
   /// without copies. They keep their sizes and strides, and must be on one device.
   bool parameters_as_bucket_view = false;
-  /// Steps are made by the communication hooks of zero_hook.h, bucket by bucket, and step() does nothing.
+  /// Steps are made by the communication hooks of parallel/ddp/hooks/zero_hook.h, bucket by bucket, and step() does nothing.
   bool overlap_with_ddp = false;
 };
 
@@ -107,7 +107,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public Joinable,
   at::Device join_device() const override;
   ProcessGroup join_process_group() const override { return options_.process_group; }
 
-  /// For the hooks of zero_hook.h, with overlap_with_ddp: updates those of `parameters` that are this rank's
+  /// For the hooks of parallel/ddp/hooks/zero_hook.h, with overlap_with_ddp: updates those of `parameters` that are this rank's
   /// by `gradients` (theirs own, in .grad(), are not used), and starts to send every one from its owner.
   /// Collective: the same parameters in the same order on all ranks. Parameters that this optimizer does not
   /// have are left out.

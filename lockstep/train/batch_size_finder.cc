@@ -19,8 +19,8 @@
 #include <lockstep/base/text/formatted.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/device/accelerator.h>
+#include <lockstep/optim/recoverable.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
-#include <lockstep/parallel/ddp/recovery.h>
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/train/batch_size_finder.h>
 #include <lockstep/train/internal/failure_agreement.h>

@@ -14,10 +14,10 @@
 #include <lockstep/nn/module_inspection.h>
 #include <lockstep/nn/output_sink.h>
 #include <lockstep/nn/wrapped_module.h>
+#include <lockstep/optim/recoverable.h>
 #include <lockstep/parallel/ddp/ddp_core.h>
 #include <lockstep/parallel/ddp/no_sync_scope.h>
 #include <lockstep/parallel/ddp/options.h>
-#include <lockstep/parallel/ddp/recovery.h>
 #include <lockstep/parallel/ddp/reducer/reducer.h>
 
 namespace lockstep {

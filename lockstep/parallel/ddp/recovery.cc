@@ -1,18 +1,14 @@
 #include <algorithm>
 #include <exception>
-#include <optional>
-#include <sstream>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <torch/optim/optimizer.h>
-#include <torch/serialize/archive.h>
 
 #include <lockstep/base/failpoint.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/optim/recoverable.h>
 #include <lockstep/parallel/ddp/ddp_core.h>
 #include <lockstep/parallel/ddp/delayed_all_reduce.h>
-#include <lockstep/parallel/ddp/recovery.h>
 #include <lockstep/parallel/ddp/reducer/reducer.h>
 #include <lockstep/parallel/ddp/state_sync.h>
 
@@ -27,36 +23,12 @@ std::vector<int64_t> gather_numbers(int64_t number, const ProcessGroup& group) {
   return {numbers, numbers + all.numel()};
 }
 
-/// The device that all parameters are on; nothing if there are several.
-std::optional<at::Device> only_device(const torch::optim::Optimizer& optimizer) {
-  std::optional<at::Device> device;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      if (device && *device != parameter.device()) return std::nullopt;
-      device = parameter.device();
-    }
-  }
-  return device;
-}
-
-}  // namespace
-
-Recoverable::Recoverable(torch::optim::Optimizer& optimizer)
-    : save_([&optimizer] {
-        torch::serialize::OutputArchive archive;
-        optimizer.save(archive);
-        std::ostringstream stream;
-        archive.save_to(stream);
-        return stream.str();
-      }),
-      load_([&optimizer](const std::string& bytes) {
-        std::istringstream stream(bytes);
-        torch::serialize::InputArchive archive;
-        // The sender's device may have another number.
-        archive.load_from(stream, only_device(optimizer));
-        optimizer.load(archive);
-      }) {}
-
+/// Brings the ranks that have done fewer steps than others to the state of the lowest rank of those that have
+/// done most: tensors in place, and `states` in order. Returns that number of steps. Collective; costs one
+/// small collective when all are equal, as after a failed reduction on one host they are. Over hosts it may
+/// have succeeded on one and failed on another. A rank keeps what it has until all has come; `mixed` is true from then until
+/// all is in place, and stays so when a state can't be loaded. Where a rank has no memory to keep both, it throws that on
+/// this rank, and c10::DistBackendError on the others.
 int64_t catch_up(int64_t steps, const std::vector<NamedTensor>& tensors,
                  const std::vector<Recoverable>& states, const ProcessGroup& group, bool& mixed) {
   const auto all = gather_numbers(steps, group);
@@ -100,6 +72,8 @@ int64_t catch_up(int64_t steps, const std::vector<NamedTensor>& tensors,
   mixed = false;
   return *ahead;
 }
+
+}  // namespace
 
 int64_t DdpCore::update_process_group(const ProcessGroup& group, const std::vector<Recoverable>& states) {
   TORCH_CHECK_VALUE(is_member(group), "update_process_group: this rank is not in the process group");

@@ -4,8 +4,8 @@
 #include <torch/torch.h>
 
 #include <lockstep/collectives/functional.h>
-#include <lockstep/optim/zero_hook.h>
 #include <lockstep/parallel/ddp/grad_bucket.h>
+#include <lockstep/parallel/ddp/hooks/zero_hook.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/tensors.h>

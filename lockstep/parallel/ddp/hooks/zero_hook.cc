@@ -2,7 +2,7 @@
 #include <ATen/core/jit_type.h>
 
 #include <lockstep/base/log.h>
-#include <lockstep/optim/zero_hook.h>
+#include <lockstep/parallel/ddp/hooks/zero_hook.h>
 
 namespace lockstep {
 namespace {

@@ -4,8 +4,8 @@
 #include <torch/torch.h>
 
 #include <lockstep/collectives/functional.h>
-#include <lockstep/optim/zero_hook.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
+#include <lockstep/parallel/ddp/hooks/zero_hook.h>
 #include <lockstep/testing/multi_rank.h>
 
 // The sharded optimizer together with DistributedDataParallel: overlapped with it, and in a Join beside it.
