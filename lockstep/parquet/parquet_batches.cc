@@ -93,7 +93,7 @@ class BatchCutter {
   std::optional<Table> row_group_;
   int64_t position_ = 0;        // in row_group_
   std::vector<int64_t> order_;  // of row_group_'s rows; empty: their own
-  RowGroupQueue queue_;
+  parquet::internal::RowGroupQueue queue_;
 };
 
 }  // namespace internal

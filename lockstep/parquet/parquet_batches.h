@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 
+#include <lockstep/parquet/bytes_in_flight.h>
 #include <lockstep/parquet/parquet_dataset.h>
 #include <lockstep/parquet/row_group_sampler.h>
 #include <lockstep/parquet/table.h>
@@ -14,7 +15,6 @@ namespace lockstep::data {
 
 namespace internal {
 class BatchCutter;
-class BytesInFlight;
 }  // namespace internal
 
 struct ParquetBatchesOptions {

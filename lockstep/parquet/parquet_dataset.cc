@@ -17,9 +17,9 @@ namespace lockstep::data {
 namespace {
 
 namespace fs = std::filesystem;
-using internal::NullPolicy;
-using internal::ParquetFile;
-using internal::quoted_list;
+using parquet::internal::NullPolicy;
+using parquet::internal::ParquetFile;
+using parquet::internal::quoted_list;
 
 std::vector<std::string> files_at(const std::string& path) {
   std::error_code problem;
@@ -62,7 +62,7 @@ std::vector<int> find_columns(const ParquetFile& file, const std::vector<std::st
 void check_supported(const ParquetFile& file, const std::vector<int>& columns) {
   for (const int column : columns) {
     const auto& field = *file.schema().field(column);
-    const auto reason = internal::why_unsupported(*field.type());
+    const auto reason = parquet::internal::why_unsupported(*field.type());
     TORCH_CHECK_VALUE(!reason, "column '", field.name(), "' of ", file.path(), " is ",
                       field.type()->ToString(), ", which can't be read: ", reason.value_or(""),
                       ", or leave it out with .columns");
@@ -129,7 +129,7 @@ ParquetDataset::Opened::Opened(const std::vector<std::string>& files, const Parq
     TORCH_CHECK_VALUE(place != names->end(), ".fill_nulls names a column '", name, "'; the columns are ",
                       quoted_list(*names));
     const auto column = static_cast<size_t>(place - names->begin());
-    internal::check_fill_value(*types[column], value, "column '" + name + "'");
+    parquet::internal::check_fill_value(*types[column], value, "column '" + name + "'");
     policies[column].fill = value;
   }
 }
@@ -191,7 +191,7 @@ int64_t ParquetDataset::expected_bytes(int64_t row_group) const {
   const int64_t rows = opened_->row_counts[static_cast<size_t>(row_group)];
   int64_t bytes = 0;
   for (size_t i = 0; i < source.columns.size(); ++i) {
-    const auto size = internal::column_size(*opened_->types[i], opened_->policies[i].nulls);
+    const auto size = parquet::internal::column_size(*opened_->types[i], opened_->policies[i].nulls);
     bytes += rows * size.per_row;
     if (size.per_element == 0 && !size.strings) continue;
     const auto content = source.file.content(group, source.columns[i]);
@@ -208,7 +208,7 @@ Table ParquetDataset::get(int64_t row_group) const {
   std::vector<Column> columns;
   for (size_t i = 0; i < arrays.size(); ++i) {
     const std::string where = "column '" + (*opened_->names)[i] + "' in " + describe(row_group);
-    columns.push_back(internal::to_column(*arrays[i], opened_->policies[i], where));
+    columns.push_back(parquet::internal::to_column(*arrays[i], opened_->policies[i], where));
     arrays[i].reset();  // what was copied need not be there twice
   }
   return {opened_->names, std::move(columns), opened_->row_counts[static_cast<size_t>(row_group)], row_group};

@@ -26,7 +26,7 @@ const std::vector<std::string>& Table::names() const {
 const Column& Table::operator[](const std::string& name) const {
   const auto place = std::find(names().begin(), names().end(), name);
   TORCH_CHECK_VALUE(place != names().end(), "there is no column '", name, "'; the columns are ",
-                    internal::quoted_list(names()));
+                    parquet::internal::quoted_list(names()));
   return columns_[static_cast<size_t>(place - names().begin())];
 }
 
@@ -87,10 +87,10 @@ Table Table::concat(std::span<const Table> parts) {
   std::vector<const Column*> pieces(parts.size());
   for (size_t c = 0; c < result.columns_.size(); ++c) {
     for (size_t p = 0; p < parts.size(); ++p) {
-      TORCH_CHECK_VALUE(
-          parts[p].names_ == result.names_ || parts[p].names() == result.names(),
-          "tables with different columns cannot be put together: ", internal::quoted_list(result.names()),
-          " and ", internal::quoted_list(parts[p].names()));
+      TORCH_CHECK_VALUE(parts[p].names_ == result.names_ || parts[p].names() == result.names(),
+                        "tables with different columns cannot be put together: ",
+                        parquet::internal::quoted_list(result.names()), " and ",
+                        parquet::internal::quoted_list(parts[p].names()));
       pieces[p] = &parts[p].columns_[c];
     }
     result.columns_[c] = Column::concat(pieces);

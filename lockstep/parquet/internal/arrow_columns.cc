@@ -18,7 +18,7 @@
 #include <lockstep/parquet/internal/arrow_columns.h>
 #include <lockstep/parquet/internal/arrow_types.h>
 
-namespace lockstep::data::internal {
+namespace lockstep::parquet::internal {
 namespace {
 
 using arrow::Type;
@@ -358,4 +358,4 @@ Column to_column(const arrow::ChunkedArray& array, const NullPolicy& policy, con
   return Column::concat(pointers);
 }
 
-}  // namespace lockstep::data::internal
+}  // namespace lockstep::parquet::internal

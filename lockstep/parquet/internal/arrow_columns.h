@@ -9,7 +9,11 @@
 #include <lockstep/parquet/nulls.h>
 
 /// From Arrow's arrays to columns of tensors.
-namespace lockstep::data::internal {
+namespace lockstep::parquet::internal {
+
+using data::Column;
+using data::FillValue;
+using data::Nulls;
 
 struct NullPolicy {
   Nulls nulls = Nulls::kRefuse;
@@ -20,4 +24,4 @@ struct NullPolicy {
 /// for nulls that the policy refuses and for values that don't fit.
 Column to_column(const arrow::ChunkedArray& array, const NullPolicy& policy, const std::string& where);
 
-}  // namespace lockstep::data::internal
+}  // namespace lockstep::parquet::internal

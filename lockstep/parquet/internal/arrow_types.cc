@@ -4,7 +4,7 @@
 
 #include <lockstep/parquet/internal/arrow_types.h>
 
-namespace lockstep::data::internal {
+namespace lockstep::parquet::internal {
 namespace {
 
 using arrow::Type;
@@ -140,4 +140,4 @@ ColumnSize column_size(const arrow::DataType& given, Nulls nulls) {
   return {number ? static_cast<int64_t>(c10::elementSize(*number)) + mask : 0, 0, false};
 }
 
-}  // namespace lockstep::data::internal
+}  // namespace lockstep::parquet::internal

@@ -13,7 +13,10 @@
 #include <lockstep/parquet/nulls.h>
 
 /// Which of Arrow's types a Column can hold, and as what.
-namespace lockstep::data::internal {
+namespace lockstep::parquet::internal {
+
+using data::FillValue;
+using data::Nulls;
 
 /// Why no Column can hold this type; nothing if one can.
 std::optional<std::string> why_unsupported(const arrow::DataType& type);
@@ -90,4 +93,4 @@ auto with_element_type(at::ScalarType dtype, Function function) {
   }
 }
 
-}  // namespace lockstep::data::internal
+}  // namespace lockstep::parquet::internal

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-namespace lockstep::data::internal {
+namespace lockstep::parquet::internal {
 
 /// 'a', 'b' and so on, for messages; of very many the first ones and how many there are.
 inline std::string quoted_list(const std::vector<std::string>& names) {
@@ -15,4 +15,4 @@ inline std::string quoted_list(const std::vector<std::string>& names) {
   return text;
 }
 
-}  // namespace lockstep::data::internal
+}  // namespace lockstep::parquet::internal

@@ -14,7 +14,7 @@
 
 #include <lockstep/parquet/internal/parquet_file.h>
 
-namespace lockstep::data::internal {
+namespace lockstep::parquet::internal {
 namespace {
 
 /// Runs what Arrow does with the file; its errors, statuses and exceptions, become c10's.
@@ -56,19 +56,19 @@ void check_magic(arrow::io::RandomAccessFile& file, int64_t size, const std::str
               "writer was not closed; fetch or write it again");
 }
 
-void add_leaves(const parquet::arrow::SchemaField& field, std::vector<int>& leaves) {
+void add_leaves(const ::parquet::arrow::SchemaField& field, std::vector<int>& leaves) {
   if (field.is_leaf()) leaves.push_back(field.column_index);
   for (const auto& child : field.children) add_leaves(child, leaves);
 }
 
-std::unique_ptr<parquet::arrow::FileReader> reader_of(std::shared_ptr<arrow::io::RandomAccessFile> file,
-                                                      std::shared_ptr<parquet::FileMetaData> metadata,
-                                                      bool use_threads, const std::string& what) {
-  parquet::arrow::FileReaderBuilder builder;
-  parquet::ReaderProperties properties;
+std::unique_ptr<::parquet::arrow::FileReader> reader_of(std::shared_ptr<arrow::io::RandomAccessFile> file,
+                                                        std::shared_ptr<::parquet::FileMetaData> metadata,
+                                                        bool use_threads, const std::string& what) {
+  ::parquet::arrow::FileReaderBuilder builder;
+  ::parquet::ReaderProperties properties;
   properties.set_page_checksum_verification(true);  // of those pages that have one
   check(builder.Open(std::move(file), properties, std::move(metadata)), what);
-  parquet::ArrowReaderProperties arrow_properties(use_threads);
+  ::parquet::ArrowReaderProperties arrow_properties(use_threads);
   arrow_properties.set_pre_buffer(false);  // which is for remote files, and takes further threads
   builder.properties(arrow_properties);
   return value_of(builder.Build(), what);
@@ -147,4 +147,4 @@ std::vector<std::shared_ptr<arrow::ChunkedArray>> ParquetFile::read(int row_grou
   });
 }
 
-}  // namespace lockstep::data::internal
+}  // namespace lockstep::parquet::internal

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace lockstep::data::internal {
+namespace lockstep::parquet::internal {
 
 /// One Parquet file: what its footer says, and its row groups. Holds no descriptor: a folder may have more
 /// files than a process may open, and a read of a row group is long compared to opening its file.
@@ -39,9 +39,9 @@ class ParquetFile {
  private:
   std::string path_;
   int64_t size_ = 0;  // bytes
-  std::shared_ptr<parquet::FileMetaData> metadata_;
+  std::shared_ptr<::parquet::FileMetaData> metadata_;
   std::shared_ptr<arrow::Schema> schema_;
   std::vector<std::vector<int>> leaves_;  // of each column: Parquet's columns that it consists of
 };
 
-}  // namespace lockstep::data::internal
+}  // namespace lockstep::parquet::internal

@@ -4,14 +4,7 @@
 
 #include <lockstep/parquet/internal/row_group_queue.h>
 
-namespace lockstep::data::internal {
-
-void BytesInFlight::add(int64_t bytes) {
-  const int64_t now = now_.fetch_add(bytes, std::memory_order_relaxed) + bytes;
-  int64_t peak = peak_.load(std::memory_order_relaxed);
-  while (now > peak && !peak_.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
-  }
-}
+namespace lockstep::parquet::internal {
 
 RowGroupQueue::RowGroupQueue(ParquetDataset dataset, std::vector<int64_t> order, int64_t memory_limit,
                              bool background, std::shared_ptr<BytesInFlight> bytes)
@@ -109,4 +102,4 @@ void RowGroupQueue::release() {
   changed_->notify_all();
 }
 
-}  // namespace lockstep::data::internal
+}  // namespace lockstep::parquet::internal

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -13,22 +12,15 @@
 #include <lockstep/base/process/background_thread.h>
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/process/leaked_in_child.h>
+#include <lockstep/parquet/bytes_in_flight.h>
 #include <lockstep/parquet/parquet_dataset.h>
 #include <lockstep/parquet/table.h>
 
-namespace lockstep::data::internal {
+namespace lockstep::parquet::internal {
 
-/// Bytes of row groups that are decoded, or being decoded, and not yet used up. Thread-safe.
-class BytesInFlight {
- public:
-  void add(int64_t bytes);
-  int64_t now() const { return now_.load(std::memory_order_relaxed); }
-  int64_t peak() const { return peak_.load(std::memory_order_relaxed); }
-
- private:
-  std::atomic<int64_t> now_{0};
-  std::atomic<int64_t> peak_{0};
-};
+using data::ParquetDataset;
+using data::Table;
+using data::internal::BytesInFlight;
 
 /// Row groups in a given order, read ahead in a background thread as long as those in flight stay within the
 /// limit, or when they are asked for.
@@ -80,4 +72,4 @@ class RowGroupQueue {
   BackgroundThread thread_;
 };
 
-}  // namespace lockstep::data::internal
+}  // namespace lockstep::parquet::internal
