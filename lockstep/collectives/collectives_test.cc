@@ -15,6 +15,7 @@
 namespace lockstep::collectives_test {
 namespace {
 
+namespace algorithms = collectives::internal::algorithms;
 using testing::run_ranks;
 
 /// What a rank contributes: small whole numbers, exact in every type, different on each rank.

@@ -30,6 +30,7 @@
 namespace lockstep::kill_test {
 namespace {
 
+namespace algorithms = collectives::internal::algorithms;
 using namespace std::chrono_literals;
 using ::testing::HasSubstr;
 using ::testing::Not;

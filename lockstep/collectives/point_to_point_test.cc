@@ -21,6 +21,7 @@
 namespace lockstep::point_to_point_test {
 namespace {
 
+namespace algorithms = collectives::internal::algorithms;
 using namespace std::chrono_literals;
 using ::testing::HasSubstr;
 using testing::message_of;

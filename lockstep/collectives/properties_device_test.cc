@@ -11,6 +11,7 @@
 namespace lockstep::properties_device_test {
 namespace {
 
+namespace algorithms = collectives::internal::algorithms;
 using namespace std::chrono_literals;
 using testing::operations;
 using testing::OperationStream;

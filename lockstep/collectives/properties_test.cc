@@ -16,6 +16,7 @@
 namespace lockstep::properties_test {
 namespace {
 
+namespace algorithms = collectives::internal::algorithms;
 using namespace std::chrono_literals;
 using testing::Case;
 using testing::Operation;

@@ -16,6 +16,7 @@
 namespace lockstep::threads_test {
 namespace {
 
+namespace algorithms = collectives::internal::algorithms;
 using namespace std::chrono_literals;
 using Backend = c10::intrusive_ptr<LockstepBackend>;
 

@@ -15,7 +15,7 @@
 /// Words: a *slice* is the part of a tensor that one rank reduces for all; a *chunk* is the part of a tensor
 /// that passes through the scratch at once; *staged* means by way of the scratch, for memory that the peers
 /// can't see.
-namespace lockstep::algorithms {
+namespace lockstep::collectives::internal::algorithms {
 
 /// When the operation must be done, by which thread it is run, and what it brings beside its arguments.
 struct Terms {
@@ -36,4 +36,4 @@ void reduce(transport::GroupChannel& channel, const Terms& terms, const Signatur
 
 void barrier(transport::GroupChannel& channel, const Terms& terms);
 
-}  // namespace lockstep::algorithms
+}  // namespace lockstep::collectives::internal::algorithms

@@ -7,7 +7,7 @@
 #include <lockstep/collectives/algorithms/offer.h>
 #include <lockstep/collectives/algorithms/staging.h>
 
-namespace lockstep::algorithms {
+namespace lockstep::collectives::internal::algorithms {
 namespace {
 
 using transport::GroupChannel;
@@ -154,4 +154,4 @@ void reduce_scatter(GroupChannel& channel, const Terms& terms, const Signature& 
   exchange_on_host(channel.host(), terms, signature, exchange, fold_into(signature, output));
 }
 
-}  // namespace lockstep::algorithms
+}  // namespace lockstep::collectives::internal::algorithms

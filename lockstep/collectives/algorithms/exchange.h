@@ -9,7 +9,7 @@
 
 /// The operations that bring data from each rank to each other: broadcast, gather, scatter, all_gather,
 /// all_to_all, and reduce_scatter, which folds what has come.
-namespace lockstep::algorithms {
+namespace lockstep::collectives::internal::algorithms {
 
 /// What one rank gives to one other.
 struct Piece {
@@ -56,4 +56,4 @@ void reduce_scatter(transport::GroupChannel& channel, const Terms& terms, const 
 /// Reduces the windows of all ranks, in rank order.
 Consume fold_into(const Signature& signature, void* output);
 
-}  // namespace lockstep::algorithms
+}  // namespace lockstep::collectives::internal::algorithms

@@ -4,7 +4,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/collectives/algorithms/exposed_memory.h>
 
-namespace lockstep::algorithms {
+namespace lockstep::collectives::internal::algorithms {
 
 ExposedMemory::~ExposedMemory() {
   if (data_ == nullptr || channel_.size() == 1) return;
@@ -19,4 +19,4 @@ ExposedMemory::~ExposedMemory() {
   }
 }
 
-}  // namespace lockstep::algorithms
+}  // namespace lockstep::collectives::internal::algorithms

@@ -4,7 +4,7 @@
 
 #include <lockstep/transport/host/groups/host_channel.h>
 
-namespace lockstep::algorithms {
+namespace lockstep::collectives::internal::algorithms {
 
 /// A tensor that peers may write, from its announcement on. If the operation does not succeed it is detached
 /// from them, before the error reaches the caller: a peer that was stopped half-way, or has not heard of the
@@ -28,4 +28,4 @@ class ExposedMemory {
   size_t bytes_;
 };
 
-}  // namespace lockstep::algorithms
+}  // namespace lockstep::collectives::internal::algorithms

@@ -5,7 +5,7 @@
 #include <lockstep/collectives/algorithms/offer.h>
 #include <lockstep/collectives/algorithms/staging.h>
 
-namespace lockstep::algorithms {
+namespace lockstep::collectives::internal::algorithms {
 namespace {
 
 using transport::GroupChannel;
@@ -96,4 +96,4 @@ std::string describe_sizes(int from, uint64_t given, int to, uint64_t taken) {
   return text.str();
 }
 
-}  // namespace lockstep::algorithms
+}  // namespace lockstep::collectives::internal::algorithms

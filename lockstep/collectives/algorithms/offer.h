@@ -9,7 +9,7 @@
 #include <lockstep/transport/host/groups/host_channel.h>
 
 /// What a rank announces of its part in an exchange to the ranks of its host.
-namespace lockstep::algorithms {
+namespace lockstep::collectives::internal::algorithms {
 
 /// Where the peers find the data.
 enum class DataPlace : uint32_t { kInline, kArena, kStaged };
@@ -76,4 +76,4 @@ void compare_sizes(Channel& channel, const std::vector<Offer>& offers) {
   }
 }
 
-}  // namespace lockstep::algorithms
+}  // namespace lockstep::collectives::internal::algorithms

@@ -5,7 +5,7 @@
 
 #include <lockstep/collectives/algorithms/staging.h>
 
-namespace lockstep::algorithms {
+namespace lockstep::collectives::internal::algorithms {
 
 /// A range of elements.
 struct Range {
@@ -28,4 +28,4 @@ inline Range slice_of(size_t count, size_t element_size, int parts, int index) {
   return slices_of(count, element_size, parts, index, index + 1);
 }
 
-}  // namespace lockstep::algorithms
+}  // namespace lockstep::collectives::internal::algorithms

@@ -9,7 +9,7 @@
 #include <lockstep/collectives/algorithms/ranges.h>
 #include <lockstep/collectives/algorithms/staging.h>
 
-namespace lockstep::algorithms {
+namespace lockstep::collectives::internal::algorithms {
 namespace {
 
 using transport::GroupChannel;
@@ -230,4 +230,4 @@ void barrier(GroupChannel& group, const Terms& terms) {
   channel.commit();
 }
 
-}  // namespace lockstep::algorithms
+}  // namespace lockstep::collectives::internal::algorithms

@@ -3,7 +3,7 @@
 #include <lockstep/collectives/algorithms/segments.h>
 #include <lockstep/collectives/algorithms/staging.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 void Segments::put(const std::vector<Segment>& segments, algorithms::Window window) {
   size_t begin = 0;  // of the segment, within all that comes from the rank
@@ -20,4 +20,4 @@ void Segments::put(const std::vector<Segment>& segments, algorithms::Window wind
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

@@ -8,7 +8,7 @@
 
 #include <lockstep/collectives/algorithms/exchange.h>
 
-namespace lockstep {
+namespace lockstep::collectives::internal {
 
 /// Where to put what an exchange brings from each rank: one after the other into any number of pieces of
 /// memory.
@@ -36,4 +36,4 @@ class Segments {
   std::vector<std::vector<Segment>> from_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::collectives::internal

@@ -7,7 +7,7 @@
 #include <lockstep/transport/host/groups/host_channel.h>
 
 /// What the algorithms share: chunks that pass through the scratch, and the end of an operation.
-namespace lockstep::algorithms {
+namespace lockstep::collectives::internal::algorithms {
 
 constexpr size_t kCacheLine = 64;
 /// Whole cache lines for so many bytes.
@@ -49,4 +49,4 @@ class DoubleBuffer {
 /// The last phase of every operation beyond the announcements.
 void finish(transport::HostChannel& channel);
 
-}  // namespace lockstep::algorithms
+}  // namespace lockstep::collectives::internal::algorithms

@@ -20,6 +20,8 @@
 namespace lockstep::hosts {
 namespace {
 
+namespace algorithms = collectives::internal::algorithms;
+
 constexpr const char* kWireModelVariable = "LOCKSTEP_WIRE_MODEL";
 constexpr std::array<const char*, kHostAlgorithms.size()> kAlgorithmNames = {"direct", "pairwise", "halving",
                                                                              "tree",   "ring",     "chain"};

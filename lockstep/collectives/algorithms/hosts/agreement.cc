@@ -9,7 +9,7 @@
 #include <lockstep/collectives/algorithms/offer.h>
 #include <lockstep/collectives/algorithms/staging.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 namespace {
 
 using transport::HostChannel;
@@ -181,4 +181,4 @@ std::string Agreement::gather_sizes() {
                                            channel_.job_rank(first.to), first.taken);
 }
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

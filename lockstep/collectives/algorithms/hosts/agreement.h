@@ -8,7 +8,7 @@
 #include <lockstep/collectives/algorithms/exchange.h>
 #include <lockstep/transport/group_channel.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 
 /// Small data that travel with the agreement, so that their operation takes one round trip a level: what the members
 /// have announced as their payloads.
@@ -76,4 +76,4 @@ class Agreement {
   transport::HostChannel& host_;
 };
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

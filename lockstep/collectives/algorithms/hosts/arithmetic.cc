@@ -4,7 +4,7 @@
 
 #include <lockstep/collectives/algorithms/hosts/arithmetic.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 
 Arithmetic::Arithmetic(const Signature& signature, int ranks) : ranks_(ranks) {
   const at::ScalarType type = signature.real_dtype();
@@ -42,4 +42,4 @@ void Arithmetic::fold(void* output, const void* const* inputs, size_t n_inputs, 
   }
 }
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

@@ -6,7 +6,7 @@
 #include <lockstep/collectives/algorithms/signature.h>
 #include <lockstep/collectives/kernels/reduce_kernels.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 
 /// The folds of a large reduction over hosts. Partials have the tensor's element type.
 ///
@@ -50,4 +50,4 @@ class Arithmetic {
   int64_t ranks_;
 };
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

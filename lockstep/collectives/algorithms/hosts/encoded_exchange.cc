@@ -4,7 +4,7 @@
 #include <lockstep/collectives/algorithms/hosts/owners_exchange.h>
 #include <lockstep/collectives/kernels/wire_codec.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 namespace {
 
 class EncodedExchange : public OwnersExchange {
@@ -130,4 +130,4 @@ std::unique_ptr<SliceExchange> make_encoded_exchange(HostAlgorithm algorithm,
   return std::make_unique<EncodedPairwiseExchange>(channel, arithmetic, slice, root_host, compression);
 }
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

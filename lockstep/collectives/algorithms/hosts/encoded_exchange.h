@@ -4,7 +4,7 @@
 
 #include <lockstep/collectives/algorithms/hosts/slice_exchange.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 
 /// kDirect and kPairwise of float32 slices whose messages are encoded (kernels/wire_codec.h). Within a host, and in
 /// what is folded, nothing is rounded. Each partial is rounded once, by the host whose it is; an average is divided
@@ -18,4 +18,4 @@ std::unique_ptr<SliceExchange> make_encoded_exchange(HostAlgorithm algorithm,
                                                      const Arithmetic& arithmetic, int slice, int root_host,
                                                      HostCompression compression);
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

@@ -12,7 +12,7 @@
 #include <lockstep/collectives/algorithms/hosts/testing/pretended_hosts.h>
 
 // Reductions over pretended hosts whose messages are encoded.
-namespace lockstep::algorithms::hosts::encoded_test {
+namespace lockstep::collectives::internal::algorithms::hosts::encoded_test {
 namespace {
 
 using transport::GroupChannel;
@@ -265,4 +265,4 @@ TEST(EncodedReduction, ErrorFeedbackBringsTheMeanToWhatIsExact) {
 }
 
 }  // namespace
-}  // namespace lockstep::algorithms::hosts::encoded_test
+}  // namespace lockstep::collectives::internal::algorithms::hosts::encoded_test

@@ -9,7 +9,7 @@
 #include <lockstep/collectives/algorithms/offer.h>
 #include <lockstep/collectives/algorithms/staging.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 namespace {
 
 using transport::GroupChannel;
@@ -304,4 +304,4 @@ void exchange(GroupChannel& channel, const Terms& terms, const Signature& signat
   finish(host);
 }
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

@@ -37,7 +37,7 @@
 /// (arithmetic.h has what that means for averages.) Float32 can be encoded for the wire alone, for which
 /// encoded_exchange.h has the order. A small reduce_scatter folds the pieces of all ranks in group order, rounded once; a
 /// larger one as a reduction does: the members of each host, then the hosts' partials in host order.
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 
 void reduce(transport::GroupChannel& channel, const Terms& terms, const Signature& signature, void* data,
             BufferOwner owner);
@@ -50,4 +50,4 @@ void reduce_scatter(transport::GroupChannel& channel, const Terms& terms, const 
 
 void barrier(transport::GroupChannel& channel, const Terms& terms);
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

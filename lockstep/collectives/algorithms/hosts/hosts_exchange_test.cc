@@ -17,7 +17,7 @@
 #include <lockstep/collectives/algorithms/hosts/testing/wire_meter.h>
 
 // Exchanges over pretended hosts.
-namespace lockstep::algorithms::hosts::hosts_exchange_test {
+namespace lockstep::collectives::internal::algorithms::hosts::hosts_exchange_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -283,4 +283,4 @@ TEST(GroupsOverHosts, TwoRunAtATimeAndManyOperationsInARow) {
 }
 
 }  // namespace
-}  // namespace lockstep::algorithms::hosts::hosts_exchange_test
+}  // namespace lockstep::collectives::internal::algorithms::hosts::hosts_exchange_test

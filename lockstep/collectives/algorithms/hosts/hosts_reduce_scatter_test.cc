@@ -16,7 +16,7 @@
 #include <lockstep/collectives/algorithms/hosts/testing/wire_meter.h>
 
 // reduce_scatter over pretended hosts, with ranks as threads of one process.
-namespace lockstep::algorithms::hosts::hosts_reduce_scatter_test {
+namespace lockstep::collectives::internal::algorithms::hosts::hosts_reduce_scatter_test {
 namespace {
 
 using transport::FailureKind;
@@ -299,4 +299,4 @@ TEST(ReduceScatterOverHosts, AnAbortFailsItOnAllRanksAndNothingChanges) {
 }
 
 }  // namespace
-}  // namespace lockstep::algorithms::hosts::hosts_reduce_scatter_test
+}  // namespace lockstep::collectives::internal::algorithms::hosts::hosts_reduce_scatter_test

@@ -23,7 +23,7 @@
 #include <lockstep/testing/long_run.h>
 
 // Reductions and barriers over pretended hosts.
-namespace lockstep::algorithms::hosts::hosts_test {
+namespace lockstep::collectives::internal::algorithms::hosts::hosts_test {
 namespace {
 
 using transport::FailureKind;
@@ -388,4 +388,4 @@ TEST(ReduceOverHosts, AnErrorInAnyPhaseLeavesResultsOrMemoryThatNoRankChangesAny
 }
 
 }  // namespace
-}  // namespace lockstep::algorithms::hosts::hosts_test
+}  // namespace lockstep::collectives::internal::algorithms::hosts::hosts_test

@@ -6,7 +6,7 @@
 #include <lockstep/collectives/algorithms/hosts/leaders_gather.h>
 #include <lockstep/collectives/algorithms/staging.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 namespace {
 
 /// In front of each block, so that blocks begin on cache lines.
@@ -78,4 +78,4 @@ void LeadersGather::run_bruck(std::byte* scratch) {
   }
 }
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

@@ -5,7 +5,7 @@
 
 #include <lockstep/transport/group_channel.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 
 /// An all-gather between the leaders of the hosts, of blocks whose sizes need not agree. Up to kDirectLeaders each
 /// sends to each; beyond that in log2(H) rounds, in round r what it knows to the host 2^r before it (Bruck).
@@ -37,4 +37,4 @@ class LeadersGather {
   std::vector<const std::byte*> blocks_;
 };
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

@@ -5,7 +5,7 @@
 #include <lockstep/collectives/algorithms/hosts/slice_exchange.h>
 #include <lockstep/collectives/algorithms/ranges.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 
 /// What the algorithms have in common.
 class OwnersExchange : public SliceExchange {
@@ -57,4 +57,4 @@ class OwnersExchange : public SliceExchange {
   const int slice_;
 };
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

@@ -8,7 +8,7 @@
 #include <lockstep/collectives/algorithms/hosts/hosts.h>
 #include <lockstep/collectives/algorithms/hosts/segmented_reduction.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 namespace {
 
 using transport::GroupChannel;
@@ -103,4 +103,4 @@ void barrier(GroupChannel& channel, const Terms& terms) {
   host.commit();
 }
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

@@ -8,7 +8,7 @@
 #include <lockstep/collectives/algorithms/hosts/small_exchange.h>
 #include <lockstep/collectives/algorithms/staging.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 namespace {
 
 using transport::GroupChannel;
@@ -188,4 +188,4 @@ void reduce_scatter(GroupChannel& channel, const Terms& terms, const Signature& 
   algorithms::finish(host);
 }
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

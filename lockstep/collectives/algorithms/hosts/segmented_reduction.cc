@@ -4,7 +4,7 @@
 #include <lockstep/collectives/algorithms/hosts/segmented_reduction.h>
 #include <lockstep/collectives/algorithms/staging.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 namespace {
 
 using transport::GroupChannel;
@@ -170,4 +170,4 @@ void SegmentedReduction::fetch(size_t k) {
   }
 }
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

@@ -9,7 +9,7 @@
 #include <lockstep/collectives/algorithms/hosts/slice_exchange.h>
 #include <lockstep/collectives/algorithms/ranges.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 
 /// A large reduction, after its agreement. Each segment takes this way:
 ///
@@ -83,4 +83,4 @@ class SegmentedReduction {
   std::vector<Crossing> crossings_;  // by buffer
 };
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

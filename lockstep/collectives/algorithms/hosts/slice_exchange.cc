@@ -7,7 +7,7 @@
 #include <lockstep/collectives/algorithms/hosts/owners_exchange.h>
 #include <lockstep/collectives/algorithms/hosts/slice_exchange.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 namespace {
 
 using transport::GroupChannel;
@@ -280,4 +280,4 @@ std::unique_ptr<SliceExchange> make_slice_exchange(HostAlgorithm algorithm, Grou
   return std::make_unique<DirectExchange>(channel, arithmetic, slice, root_host);
 }
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

@@ -11,7 +11,7 @@
 
 /// How the owners of a slice make one result of the hosts' partials, by messages between them: HostAlgorithm says in
 /// which steps and in which order.
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 
 using lockstep::hosts::CostModel;
 using lockstep::hosts::HostAlgorithm;
@@ -55,4 +55,4 @@ std::unique_ptr<SliceExchange> make_slice_exchange(HostAlgorithm algorithm, tran
                                                    const Arithmetic& arithmetic, int slice, int root_host,
                                                    HostCompression compression);
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

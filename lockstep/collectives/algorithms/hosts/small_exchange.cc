@@ -3,7 +3,7 @@
 #include <lockstep/collectives/algorithms/hosts/small_exchange.h>
 #include <lockstep/collectives/algorithms/staging.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 namespace {
 
 using transport::HostChannel;
@@ -97,4 +97,4 @@ std::vector<Window> SmallExchange::windows(const std::vector<Offer>& offers) con
   return windows;
 }
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

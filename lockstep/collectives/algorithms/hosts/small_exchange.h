@@ -6,7 +6,7 @@
 #include <lockstep/collectives/algorithms/hosts/agreement.h>
 #include <lockstep/collectives/algorithms/offer.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 
 /// The beginning of each exchange, and the whole of a small one: whose data travel with the agreement, in one round
 /// trip. Each leader sends the offers of its host, with the data; the members read all hosts' in its scratch. An
@@ -37,4 +37,4 @@ class SmallExchange final : public AgreementPayload {
   const Exchange& exchange_;
 };
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

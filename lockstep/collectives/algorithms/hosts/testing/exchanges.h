@@ -11,7 +11,7 @@
 #include <lockstep/collectives/algorithms/hosts/testing/pretended_hosts.h>
 
 /// Exchanges over pretended hosts, and what they bring.
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 
 /// What exchanges are tested over.
 inline const std::vector<Hosts> kHosts = {
@@ -80,4 +80,4 @@ inline Signature signature_of(CollectiveKind kind, int root = -1) {
   return signature;
 }
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

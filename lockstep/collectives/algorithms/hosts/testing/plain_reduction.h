@@ -9,7 +9,7 @@
 #include <lockstep/collectives/kernels/reduce_kernels.h>
 
 /// What reductions over hosts are tested with.
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 
 inline bool is_supported(at::ScalarType type, ReduceOperation operation) {
   if (operation == ReduceOperation::kAverage) return type != at::kBool;
@@ -101,4 +101,4 @@ struct PlainReduction {
   }
 };
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

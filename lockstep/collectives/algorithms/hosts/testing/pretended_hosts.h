@@ -19,7 +19,7 @@
 #include <lockstep/transport/host/testing/failure_of.h>
 
 /// Operations over pretended hosts, with ranks as threads of one process, where ThreadSanitizer sees all sides.
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 
 inline Terms terms() {
   return {.deadline = Deadline::after(std::chrono::seconds(300))};
@@ -105,4 +105,4 @@ inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
          (a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
 }
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts

@@ -11,7 +11,7 @@
 #include <lockstep/testing/thread_ranks.h>
 #include <lockstep/transport/wire/thread_engine.h>
 
-namespace lockstep::algorithms::hosts {
+namespace lockstep::collectives::internal::algorithms::hosts {
 
 /// Counts what the ranks of a test over pretended hosts send to other hosts, but for control.
 class WireMeter {
@@ -95,4 +95,4 @@ class WireMeter {
   std::atomic<size_t> bytes_{0};
 };
 
-}  // namespace lockstep::algorithms::hosts
+}  // namespace lockstep::collectives::internal::algorithms::hosts
