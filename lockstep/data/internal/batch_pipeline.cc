@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -57,10 +58,10 @@ BatchPipeline::BatchPipeline(std::shared_ptr<const EpochPlan> plan, BatchRecipe 
       waited_(std::move(waited)),
       pool_(std::move(pool)),
       next_batch_(plan_->first_batch),
-      lanes_(pool_ == nullptr ? 0 : static_cast<size_t>(pool_->size())),
       turn_(plan_->first_batch),
       drawn_(plan_->first) {
   if (pool_ == nullptr) return;
+  for (int worker = 0; worker < pool_->size(); ++worker) lanes_.emplace_back(options_.prefetch_factor);
   job_ = pool_->start({[this](Worker& worker) { run(worker); }, [this] { stop(); }});
 }
 
@@ -69,13 +70,7 @@ BatchPipeline::~BatchPipeline() {
 }
 
 void BatchPipeline::stop() {
-  for (Lane& lane : lanes_) {
-    {
-      const std::lock_guard<std::mutex> lock(lane.mutex);
-      lane.stop = true;
-    }
-    lane.changed->notify_all();
-  }
+  for (Lane& lane : lanes_) lane.stop();
   {
     const std::lock_guard<std::mutex> lock(turn_mutex_);
     turns_over_ = true;
@@ -178,47 +173,31 @@ void BatchPipeline::run(Worker& worker) {
   for (int64_t batch = first + (worker.info.id - before + workers) % workers;; batch += workers) {
     {
       RECORD_USER_SCOPE("DataLoader worker: wait for room");
-      std::unique_lock<std::mutex> lock(lane.mutex);
-      lane.changed->wait(lock, [&] {
-        return lane.stop || static_cast<int64_t>(lane.ready.size()) < options_.prefetch_factor;
-      });
-      if (lane.stop) return;
+      if (!lane.reserve(1)) return;
     }
     Outcome outcome = failure ? Outcome{.failure = failure} : make(batch);
     const bool more = outcome.samples > 0;
-    {
-      const std::lock_guard<std::mutex> lock(lane.mutex);
-      lane.ready.push_back(std::move(outcome));
-    }
-    lane.changed->notify_one();
+    lane.push(std::move(outcome));
     if (!more) return;
   }
 }
 
 BatchPipeline::Outcome BatchPipeline::take(Lane& lane) {
-  std::unique_lock<std::mutex> lock(lane.mutex);
-  if (lane.ready.empty()) {
+  std::optional<Outcome> outcome = lane.pop(std::chrono::nanoseconds(0));
+  if (!outcome) {
     const auto since = Clock::now();
-    const auto there = [&] { return !lane.ready.empty() || lane.stop; };
-    if (options_.timeout.count() == 0) {
-      lane.changed->wait(lock, there);
-    } else if (!lane.changed->wait_for(lock, options_.timeout, there)) {
-      waited_->fetch_add((Clock::now() - since).count(), std::memory_order_relaxed);
-      TORCH_CHECK(false, "DataLoader timed out after ", format_duration(options_.timeout), " waiting for ",
-                  name_of(*plan_, next_batch_), ", which worker ",
-                  next_batch_ % static_cast<int64_t>(lanes_.size()),
-                  " makes; look at what the data set waits for there, or allow more time with .timeout");
-    }
+    outcome = lane.pop(options_.timeout.count() == 0 ? std::nullopt : std::optional(options_.timeout));
     waited_->fetch_add((Clock::now() - since).count(), std::memory_order_relaxed);
-    TORCH_CHECK(!lane.ready.empty(),
+    TORCH_CHECK(outcome || !lane.stopped(),
                 "this epoch was ended by a later begin() of its loader, whose workers are persistent; finish "
                 "one epoch before the next, or leave persistent_workers false");
+    TORCH_CHECK(outcome, "DataLoader timed out after ", format_duration(options_.timeout), " waiting for ",
+                name_of(*plan_, next_batch_), ", which worker ",
+                next_batch_ % static_cast<int64_t>(lanes_.size()),
+                " makes; look at what the data set waits for there, or allow more time with .timeout");
   }
-  Outcome outcome = std::move(lane.ready.front());
-  lane.ready.pop_front();
-  lock.unlock();
-  lane.changed->notify_one();
-  return outcome;
+  lane.release(1);
+  return *std::move(outcome);
 }
 
 std::shared_ptr<void> BatchPipeline::next() {

@@ -12,6 +12,7 @@
 #include <span>
 #include <vector>
 
+#include <lockstep/base/process/bounded_queue.h>
 #include <lockstep/base/process/leaked_in_child.h>
 #include <lockstep/data/internal/worker_pool.h>
 
@@ -85,11 +86,11 @@ struct BatchPipelineOptions {
 /// waiting for its turn; the rest of the work on a batch goes on beside it.
 ///
 /// next() and the destructor belong to one thread. Memory ordering: a batch is written by its worker before
-/// it takes the lane's mutex to push it, and read by the consumer after it has taken the same mutex to pop
-/// it. A stream is handed from one worker to the next through turn_mutex_. The plan, the recipe and all else
-/// that workers read is written before WorkerPool::start(), and they have returned from run() when end()
-/// returns. A mutex is held only to look at and change a lane or the turn, never while a batch is made.
-/// waited_ is a counter, read and written relaxed: no other data depends on it.
+/// it is pushed into the lane, and read by the consumer after it was popped. A stream is handed from one
+/// worker to the next through turn_mutex_. The plan, the recipe and all else that workers read is written
+/// before WorkerPool::start(), and they have returned from run() when end() returns. A mutex is held only to
+/// look at and change a lane or the turn, never while a batch is made. waited_ is a counter, read and written
+/// relaxed: no other data depends on it.
 class BatchPipeline {
  public:
   /// No pool: no background threads. `progress` is under way.
@@ -113,12 +114,7 @@ class BatchPipeline {
     int64_t samples = 0;              // of the batch, also if it could not be made; 0: the epoch is over
     std::exception_ptr failure = {};  // in place of a batch, or of the epoch's end
   };
-  struct alignas(64) Lane {
-    std::mutex mutex;
-    LeakedInChild<std::condition_variable> changed;
-    std::deque<Outcome> ready;  // guarded by mutex
-    bool stop = false;          // guarded by mutex
-  };
+  using Lane = BoundedQueue<Outcome>;
 
   void run(Worker& worker);
   void stop();
@@ -137,7 +133,7 @@ class BatchPipeline {
 
   int64_t next_batch_;          // next()'s own
   int64_t failed_samples_ = 0;  // next()'s own: of the batch that it has thrown for; 0: it has not
-  std::vector<Lane> lanes_;
+  std::deque<Lane> lanes_;
   int64_t job_ = 0;
 
   std::mutex turn_mutex_;

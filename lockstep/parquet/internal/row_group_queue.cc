@@ -10,23 +10,19 @@ RowGroupQueue::RowGroupQueue(ParquetDataset dataset, std::vector<int64_t> order,
                              bool background, std::shared_ptr<BytesInFlight> bytes)
     : dataset_(std::move(dataset)),
       order_(std::move(order)),
-      memory_limit_(memory_limit),
-      counter_(std::move(bytes)) {
+      counter_(std::move(bytes)),
+      queue_(memory_limit) {
   if (background) thread_.start("lockstep-rows", [this] { run(); });
 }
 
 RowGroupQueue::~RowGroupQueue() {
   if (fork_guard_.in_forked_child()) return;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = true;
-  }
-  changed_->notify_all();
+  queue_.stop();
   thread_.join();
-  counter_->add(-in_flight_);
+  counter_->add(-queue_.in_use());
 }
 
-RowGroupQueue::Outcome RowGroupQueue::read(int64_t row_group, int64_t expected) noexcept {
+bool RowGroupQueue::read(int64_t row_group, int64_t expected) {
   RECORD_USER_SCOPE("Parquet: read a row group");
   Outcome outcome;
   try {
@@ -35,10 +31,11 @@ RowGroupQueue::Outcome RowGroupQueue::read(int64_t row_group, int64_t expected) 
   } catch (...) {
     outcome.failure = std::current_exception();
   }
-  counter_->add(outcome.bytes - expected);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  in_flight_ += outcome.bytes - expected;
-  return outcome;
+  const int64_t more = outcome.bytes - expected;
+  const bool succeeded = outcome.failure == nullptr;
+  counter_->add(more);
+  queue_.push(std::move(outcome), more);
+  return succeeded;
 }
 
 int64_t RowGroupQueue::expect(int64_t row_group) const noexcept {
@@ -54,36 +51,18 @@ void RowGroupQueue::run() {
     const int64_t expected = expect(row_group);
     {
       RECORD_USER_SCOPE("Parquet: wait for room");
-      std::unique_lock<std::mutex> lock(mutex_);
-      changed_->wait(lock,
-                     [&] { return stop_ || in_flight_ == 0 || in_flight_ + expected <= memory_limit_; });
-      if (stop_) return;
-      in_flight_ += expected;
+      if (!queue_.reserve(expected)) return;
     }
     counter_->add(expected);
-    Outcome outcome = read(row_group, expected);
-    const bool failed = outcome.failure != nullptr;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      ready_.push_back(std::move(outcome));
-    }
-    changed_->notify_all();
-    if (failed) return;
+    if (!read(row_group, expected)) return;
   }
 }
 
 std::optional<Table> RowGroupQueue::next() {
   if (position_ == order_.size()) return std::nullopt;
   const int64_t row_group = order_[position_++];
-  Outcome outcome;
-  if (thread_.running()) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_->wait(lock, [&] { return !ready_.empty(); });
-    outcome = std::move(ready_.front());
-    ready_.pop_front();
-  } else {
-    outcome = read(row_group, 0);
-  }
+  if (!thread_.running()) read(row_group, 0);
+  Outcome outcome = *queue_.pop();  // there will be one: only the destructor stops the queue
   held_ = outcome.bytes;
   if (outcome.failure) {
     position_ = order_.size();
@@ -93,13 +72,9 @@ std::optional<Table> RowGroupQueue::next() {
 }
 
 void RowGroupQueue::release() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    in_flight_ -= held_;
-  }
-  counter_->add(-held_);
-  held_ = 0;
-  changed_->notify_all();
+  const int64_t bytes = std::exchange(held_, 0);
+  counter_->add(-bytes);  // before the thread can take the room
+  queue_.release(bytes);
 }
 
 }  // namespace lockstep::parquet::internal

@@ -1,17 +1,14 @@
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
 #include <lockstep/base/process/background_thread.h>
+#include <lockstep/base/process/bounded_queue.h>
 #include <lockstep/base/process/fork_guard.h>
-#include <lockstep/base/process/leaked_in_child.h>
 #include <lockstep/parquet/bytes_in_flight.h>
 #include <lockstep/parquet/parquet_dataset.h>
 #include <lockstep/parquet/table.h>
@@ -51,23 +48,19 @@ class RowGroupQueue {
     std::exception_ptr failure;
   };
 
-  /// Reads; what the row group takes is in flight afterwards, where `expected` was before.
-  Outcome read(int64_t row_group, int64_t expected) noexcept;
+  /// Reads a row group, for which room of `expected` bytes was reserved, and lays it, or why it can't be read, into the queue.
+  /// False: it can't be read.
+  bool read(int64_t row_group, int64_t expected);
   int64_t expect(int64_t row_group) const noexcept;
   void run();
 
   const ParquetDataset dataset_;
   const std::vector<int64_t> order_;
-  const int64_t memory_limit_;
   const std::shared_ptr<BytesInFlight> counter_;  // of all epochs, to look at
   size_t position_ = 0;                           // without a thread
   int64_t held_ = 0;                              // bytes of what next() gave
 
-  std::mutex mutex_;
-  LeakedInChild<std::condition_variable> changed_;
-  int64_t in_flight_ = 0;      // guarded by mutex_: this queue's bytes
-  std::deque<Outcome> ready_;  // guarded by mutex_
-  bool stop_ = false;          // guarded by mutex_
+  BoundedQueue<Outcome> queue_;  // by bytes
   ForkGuard fork_guard_;
   BackgroundThread thread_;
 };
