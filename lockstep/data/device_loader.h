@@ -13,8 +13,8 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/data/internal/batch_iterator.h>
-#include <lockstep/data/internal/copy_stream.h>
 #include <lockstep/data/to_device.h>
+#include <lockstep/device/copy_stream.h>
 #include <lockstep/serialization/state_dict.h>
 
 namespace lockstep::data {

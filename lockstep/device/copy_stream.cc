@@ -1,10 +1,10 @@
 #include <c10/core/StreamGuard.h>
 
-#include <lockstep/data/internal/copy_stream.h>
 #include <lockstep/device/accelerator.h>
+#include <lockstep/device/copy_stream.h>
 #include <lockstep/device/streams.h>
 
-namespace lockstep::data::internal {
+namespace lockstep {
 
 CopyStream::CopyStream(c10::Device device) : stream_(copy_stream(device)) {}
 
@@ -24,4 +24,4 @@ void CopyStream::used_by_current_stream(const at::Tensor& tensor) const {
   if (tensor.device() == stream_.device()) use_on_current_stream(tensor);
 }
 
-}  // namespace lockstep::data::internal
+}  // namespace lockstep

@@ -6,7 +6,7 @@
 #include <c10/core/Stream.h>
 #include <c10/util/FunctionRef.h>
 
-namespace lockstep::data::internal {
+namespace lockstep {
 
 /// The process's stream for copies to a device (copy_stream()), beside the one that computes: enqueues them
 /// there, and orders their users after them. Of any kind of device that has streams. Used by one thread at a
@@ -29,4 +29,4 @@ class CopyStream {
   c10::Stream stream_;
 };
 
-}  // namespace lockstep::data::internal
+}  // namespace lockstep
