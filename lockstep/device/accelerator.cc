@@ -1,7 +1,4 @@
 #include <exception>
-#include <map>
-#include <mutex>
-#include <utility>
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -52,20 +49,6 @@ void empty_device_cache() noexcept {
 
 void synchronize(c10::Device device) {
   if (!device.is_cpu()) c10::impl::getDeviceGuardImpl(device.type())->synchronizeDevice(index_of(device));
-}
-
-c10::Stream copy_stream(c10::Device device) {
-  static std::mutex mutex;
-  static std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, c10::Stream> streams;
-  const c10::Device numbered(device.type(), index_of(device));
-  const std::lock_guard lock(mutex);
-  const std::pair key(numbered.type(), numbered.index());
-  auto stream = streams.find(key);
-  if (stream == streams.end()) {
-    const auto* devices = c10::impl::getDeviceGuardImpl(numbered.type());
-    stream = streams.emplace(key, devices->getStreamFromGlobalPool(numbered)).first;
-  }
-  return stream->second;
 }
 
 std::optional<int64_t> peak_device_memory(c10::Device device) {

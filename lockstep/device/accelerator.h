@@ -4,7 +4,6 @@
 #include <optional>
 
 #include <c10/core/Device.h>
-#include <c10/core/Stream.h>
 
 namespace lockstep {
 
@@ -25,11 +24,6 @@ void empty_device_cache() noexcept;
 
 /// Waits until everything that was enqueued on the device is done; nothing on the CPU.
 void synchronize(c10::Device device);
-
-/// The one stream of this process that copies to `device`, which is no CPU: the caching allocator keeps freed
-/// memory by stream, so with streams of the pool in turn each would come to hold a batch's worth.
-/// Thread-safe.
-c10::Stream copy_stream(c10::Device device);
 
 /// Bytes of a device's memory that tensors take, at most, since the last reset_peak_device_memory(); none
 /// where the device's allocator does not count.

@@ -1,12 +1,35 @@
-#include <c10/core/StreamGuard.h>
+#include <map>
+#include <mutex>
+#include <utility>
 
-#include <lockstep/device/accelerator.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
 #include <lockstep/device/copy_stream.h>
 #include <lockstep/device/streams.h>
 
 namespace lockstep {
+namespace {
 
-CopyStream::CopyStream(c10::Device device) : stream_(copy_stream(device)) {}
+/// `device`: the current one of its kind if it names none.
+c10::Stream stream_for_copies(c10::Device device) {
+  static std::mutex mutex;
+  static std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, c10::Stream> streams;
+  const auto* devices = c10::impl::getDeviceGuardImpl(device.type());
+  const c10::Device numbered(device.type(),
+                             device.has_index() ? device.index() : devices->getDevice().index());
+  const std::lock_guard lock(mutex);
+  const std::pair key(numbered.type(), numbered.index());
+  auto stream = streams.find(key);
+  if (stream == streams.end()) {
+    stream = streams.emplace(key, devices->getStreamFromGlobalPool(numbered)).first;
+  }
+  return stream->second;
+}
+
+}  // namespace
+
+CopyStream::CopyStream(c10::Device device) : stream_(stream_for_copies(device)) {}
 
 c10::Event CopyStream::run(c10::function_ref<void()> enqueue) const {
   const c10::StreamGuard current(stream_);

@@ -8,9 +8,10 @@
 
 namespace lockstep {
 
-/// The process's stream for copies to a device (copy_stream()), beside the one that computes: enqueues them
-/// there, and orders their users after them. Of any kind of device that has streams. Used by one thread at a
-/// time.
+/// The process's stream for copies to a device, beside the one that computes: enqueues them there, and orders
+/// their users after them. Of any kind of device that has streams. A device has one: the caching allocator
+/// keeps freed memory by stream, so with streams of the pool in turn each would come to hold a batch's worth.
+/// An object is used by one thread at a time; several may use one device's stream.
 class CopyStream {
  public:
   /// A stream of `device`, or of the current one of its kind if it names none.

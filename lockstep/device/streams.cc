@@ -1,11 +1,10 @@
 #include <algorithm>
 
 #include <c10/core/Event.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <lockstep/base/environment.h>
-#include <lockstep/device/accelerator.h>
+#include <lockstep/device/copy_stream.h>
 #include <lockstep/device/streams.h>
 
 namespace lockstep {
@@ -45,16 +44,13 @@ at::Tensor moved_to(const at::Tensor& tensor, c10::Device device) {
   if (!tensor.defined() || tensor.device() == device) return tensor;
   // As in Python: anything but 1 switches it off.
   static const bool on_side = environment::text("PYTORCH_DDP_USE_SIDE_STREAM").value_or("1") == "1";
-  const auto current = current_stream(device);
-  if (!on_side || !current) return tensor.to(device);
-  const c10::Stream side = copy_stream(device);
+  if (!on_side || device.is_cpu()) return tensor.to(device);
+  const CopyStream side(device);
   at::Tensor moved;
-  {
-    const c10::StreamGuard guard(side);
-    moved = tensor.to(device);  // waits, so that the caller may change his tensor at once, as in Python
-  }
-  order_streams(side, *current);
-  moved.record_stream(*current);
+  // to() waits, so that the caller may change his tensor at once, as in Python.
+  const c10::Event copied = side.run([&] { moved = tensor.to(device); });
+  side.let_current_stream_wait(copied);
+  side.used_by_current_stream(moved);
   return moved;
 }
 

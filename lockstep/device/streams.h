@@ -35,7 +35,7 @@ class WritingStreams {
   std::vector<c10::Stream> streams_;
 };
 
-/// The tensor on `device`. What comes from elsewhere is copied on copy_stream(), which the current stream
+/// The tensor on `device`. What comes from elsewhere is copied on the CopyStream, which the current stream
 /// then waits for, so that the copy may run beside earlier work; unless PYTORCH_DDP_USE_SIDE_STREAM is 0.
 /// Autograd goes through it. torch/distributed/utils.py, _recursive_to.
 at::Tensor moved_to(const at::Tensor& tensor, c10::Device device);
