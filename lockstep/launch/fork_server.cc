@@ -258,11 +258,11 @@ void show_environment(const std::vector<std::string>& environment) {
   }
 }
 
-/// Of a process that was forked; it is never destroyed, since the environment lies in it.
+/// A forked process has its request here. It is never destroyed, since the environment lies in it.
 ForkRequest* own_request = nullptr;
 
-/// Of a program that was started as a server, this is where its processes begin: the libraries are loaded, and nothing of the
-/// program has run.
+/// The processes of a program that was started as a server begin here: the libraries are loaded, and nothing of the program
+/// has run.
 __attribute__((constructor)) void serve_where_asked() {
   const char* text = ::secure_getenv(ForkServer::kVariable);
   if (text == nullptr) return;

@@ -23,7 +23,7 @@ namespace lockstep::launch {
 /// Not thread-safe.
 class ForkServer {
  public:
-  /// Of the server: the process that started it, and the number of its socket.
+  /// The server reads there which process started it, and the number of its socket.
   static constexpr const char* kVariable = "LOCKSTEP_FORK_SERVER";
 
   /// Starts a server of the program, with these arguments and this environment, of which libraries may read variables when

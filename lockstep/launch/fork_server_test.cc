@@ -79,7 +79,7 @@ MakeProcess from(ForkServer& server) {
   return [&server](const WorkerSpec& spec) { return server.fork(spec); };
 }
 
-/// Of programs that have one thread when their libraries are loaded.
+/// These tests want programs that have one thread when their libraries are loaded.
 class ForkServerTest : public ::testing::Test {
  protected:
   void SetUp() override {

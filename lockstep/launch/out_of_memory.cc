@@ -51,7 +51,7 @@ UniqueFd open_kernel_log() {
   return log;
 }
 
-/// Of the workers' cgroup of version 2, if they have one of their own, or else of this process's.
+/// The counter of the workers' cgroup of version 2, if they have one of their own, or else that of this process's cgroup.
 std::string own_counter(const std::string& workers) {
   const CgroupFolders own = own_cgroup_folders("memory");
   const auto front = [](const std::vector<std::string>& folders) {

@@ -44,7 +44,7 @@ Deadline earlier(Deadline a, Deadline b);
 /// on open files is too low for `nprocs` workers, with `log_files` of each.
 void prepare_descriptors(int nprocs, int log_files = 0);
 
-/// Of endings that were noticed at the same moment, in any order, which one is told as the cause? Sorts them:
+/// Sorts endings that were noticed at the same moment, in any order, so that the first is told as the cause:
 /// killed by a signal comes before an exit with an error (which may be the reaction to a peer's death),
 /// SIGABRT (how an uncaught exception ends) counts as the latter, and then the ranks' order decides. Pure.
 void order_simultaneous(std::vector<Ending>& endings);
@@ -101,9 +101,9 @@ class Supervisor {
     Deadline deadline = Deadline::never();
     // Files of the launcher's, and then their folders: removed when the launcher is killed.
     std::vector<std::string> temporary = {};
-    // Of a launcher that starts workers again and again; none: one of these alone.
+    // A launcher that starts workers again and again gives the table of all; without one these workers have their own.
     std::shared_ptr<ExitStatusTable> exit_status = {};
-    // Of a job that is this process's only work: the workers have a cgroup of their own where that is allowed, and endings
+    // The job is this process's only work: the workers have a cgroup of their own where that is allowed, and endings
     // tell what the kernel has killed for want of memory.
     bool owns_job = false;
   };
@@ -124,7 +124,7 @@ class Supervisor {
   GuardianLease lease() const { return guardian_.lease(); }
   /// The local ranks that run and were not asked to end, and their pids.
   std::vector<std::pair<int, pid_t>> running() const;
-  /// Of all workers, also of those that have ended.
+  /// The list has all workers, also those that have ended.
   std::vector<pid_t> pids() const;
   /// Waits for all that were started. Returns how they ended, in order.
   const std::vector<Ending>& run(Streams& streams);

@@ -42,7 +42,7 @@ struct RunOptions {
   // Workers are forked from one process that has loaded their libraries, where the program is linked with this one: see
   // WorkerForks. Else each is executed.
   bool forks_workers = true;
-  // Of each local rank, on which it stays; empty: all have those of this process.
+  // Each local rank stays on its cores; where there are none, all have those of this process.
   std::vector<std::vector<int>> cores = {};
   std::string role = "default";                                     // ROLE_NAME
   std::string signals_to_handle = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";  // TORCHELASTIC_SIGNALS_TO_HANDLE

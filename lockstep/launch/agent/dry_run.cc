@@ -13,7 +13,7 @@
 namespace lockstep::launch {
 namespace {
 
-/// Of local rank 0, and in parentheses what others have, or what only the start tells.
+/// Local rank 0 has these variables; in parentheses stands what differs for others, or what only the start tells.
 WorkerEnvironment described_environment(const RunOptions& options, const RankVariables& variables,
                                         bool hosts_meet) {
   WorkerEnvironment result = common_environment(options, 0);

@@ -114,8 +114,8 @@ std::optional<HostRoles> RolesReader::kubernetes() const {
   return roles(*given_.nnodes, integer("JOB_COMPLETION_INDEX", 0), "", "Kubernetes (JOB_COMPLETION_INDEX)");
 }
 
-/// Of the first instance, in a job of Azure ML with the distribution mpi: AZ_BATCH_MASTER_NODE is its address and a port of
-/// Azure Batch's own, AZ_BATCHAI_MPI_MASTER_NODE the address alone. Empty elsewhere.
+/// The address of the first instance in a job of Azure ML with the distribution mpi, empty elsewhere. AZ_BATCH_MASTER_NODE has it
+/// with a port of Azure Batch's own, AZ_BATCHAI_MPI_MASTER_NODE alone.
 std::string RolesReader::azure_address() const {
   auto node = text("AZ_BATCH_MASTER_NODE");
   if (!node) node = text("AZ_BATCHAI_MPI_MASTER_NODE");

@@ -34,7 +34,7 @@ void write_log_line(std::string_view line) {
   const std::string text = (before == Line::kCut ? "\n" : "") + std::string(line);
   std::string_view left = text;
   pollfd room = {nonblocking < 0 ? STDERR_FILENO : nonblocking, POLLOUT, 0};
-  // Of many lines that are lost only the first is waited for, unless something of a later one goes.
+  // Where many lines are lost, only the first is waited for, unless a part of a later one can be written.
   Deadline until = Deadline::after(before == Line::kWritten ? kPatience : std::chrono::milliseconds(0));
   do {
     if (::poll(&room, 1, until.poll_milliseconds()) != 1) continue;

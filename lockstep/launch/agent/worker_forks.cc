@@ -13,7 +13,7 @@
 namespace lockstep::launch {
 namespace {
 
-// Of loading the libraries from a slow disk. Executed workers would take as long.
+// Loading the libraries from a slow disk may take so long. Executed workers would take as long.
 constexpr auto kMostLoadTime = std::chrono::seconds(20);
 constexpr auto kBetweenQuestions = std::chrono::milliseconds(50);
 

@@ -57,11 +57,11 @@ class RankFiles {
   std::string error_file(int rank) const {
     return kept_ ? path(rank, "error.json") : path_ + "/error_" + std::to_string(rank) + ".json";
   }
-  /// Of one that is kept.
+  /// A rank's file in a folder that is kept.
   std::string path(int rank, const std::string& name) const {
     return path_ + "/" + std::to_string(rank) + "/" + name;
   }
-  /// Of all ranks; of one that is kept.
+  /// The file of all ranks in a folder that is kept.
   std::string path(const std::string& name) const { return path_ + "/" + name; }
   /// What is to go with the launcher: what the folder may hold, and then itself.
   std::vector<std::string> temporary(int nprocs) const {

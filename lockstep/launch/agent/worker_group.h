@@ -16,7 +16,7 @@ namespace lockstep::launch {
 /// How the workers of one host ended.
 struct GroupEnd {
   int exit_status = 0;  // as run() returns it
-  // Of the rank that failed, and where this host's flight records are; empty where none did by itself.
+  // Tells of the rank that failed, and where this host's flight records are; empty where no rank failed by itself.
   std::string report;
   std::optional<int> far_culprit = {};  // the rank on another host because of which it did
 };

@@ -27,7 +27,7 @@ namespace {
 
 constexpr const char* kLoopback = "127.0.0.1";
 
-/// Of one that goes on and on for the same reason.
+/// An agent repeats for what it waits after so long, where the reason stays the same.
 constexpr std::chrono::minutes kBeforeWaitIsRepeated{5};
 
 /// The same for all hosts, as they understand it: no name that a host maps to loopback for itself alone.
@@ -51,7 +51,7 @@ UniqueFd make_event() {
   return event;
 }
 
-/// Of a coordinator that listens here; `named`: where the user wants it, if that is elsewhere.
+/// What the user should know of a coordinator that listens at `bound`. `named` is where the user wants it, if that is elsewhere.
 std::string caution_of(const SocketAddress& bound, const std::string& named) {
   const std::string place = bound.text() + " port " + std::to_string(bound.port());
   if (!named.empty()) {

@@ -47,7 +47,7 @@ class ControlPlane {
     Status self;  // its id, host, node_rank and nproc
     Endpoint endpoint;
     TlsKey key;
-    /// Of the coordinator: workers reach its store by the tunnel; otherwise it is open to the network, at the endpoint.
+    /// Workers reach the coordinator's store by the tunnel; otherwise the store is open to the network, at the endpoint.
     bool tunnel = true;
     uint16_t store_port = 0;                      // 0: a free one for each store
     std::function<void(const std::string&)> say;  // is told what happens, on the thread

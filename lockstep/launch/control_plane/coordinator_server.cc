@@ -72,7 +72,7 @@ class CoordinatorServer::Peer : public EventHandler {
     after_use(fd);
   }
 
-  /// Of that agent; one that has not been sent yet gives way to it.
+  /// Sends the report of that agent. It takes the place of one that has not been sent yet.
   void send_report(const AgentId& agent, const std::string& message) {
     reports_due_[agent] = message;
     if (phase_ != Phase::kAgent) return;

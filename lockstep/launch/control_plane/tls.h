@@ -18,8 +18,8 @@ namespace lockstep::launch {
 /// certificates, no tickets, no early data, so that nothing can be replayed. By OpenSSL. Immutable; thread-safe.
 class TlsKey {
  public:
-  /// Of a job's secret and its id, so that two jobs with one secret do not speak to each other, and of the release, so that
-  /// agents of two do not misread each other.
+  /// The key is made of a job's secret and its id, so that two jobs with one secret do not speak to each other, and of the
+  /// release, so that agents of two releases do not misread each other.
   TlsKey(std::string_view secret, std::string_view job_id);
   TlsKey(std::string_view secret, std::string_view job_id, std::string_view release);
 

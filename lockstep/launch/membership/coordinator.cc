@@ -200,7 +200,7 @@ Order Coordinator::order_for(const AgentId& agent) const {
   return order;
 }
 
-/// Of one that has no place in the generation that runs; null: of which nothing is known.
+/// Says why the member has no place in the generation that runs. Null stands for one of which nothing is known.
 std::string Coordinator::why_not_taken(const Member* member) const {
   const bool is_full = world_.hosts.size() >= static_cast<size_t>(options_.max_hosts);
   std::string why = is_full ? ", and --nnodes allows no more" : "";

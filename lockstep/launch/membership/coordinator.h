@@ -33,7 +33,7 @@ class Coordinator {
   /// starts, with its number.
   MembershipDecision advance(BootTime now);
 
-  /// Of other hosts than the coordinator's: what they have said of workers that failed, and which were refused, each report once.
+  /// What hosts other than the coordinator's have said of workers that failed, and which hosts were refused; each report once.
   std::vector<std::string> take_reports() { return std::exchange(reports_, {}); }
   /// What that agent is to do now. `asks` is never set: see MembershipDecision::asks.
   Order order_for(const AgentId& agent) const;

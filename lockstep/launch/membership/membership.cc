@@ -276,7 +276,7 @@ class Judgement {
     return "";
   }
 
-  /// Of hosts with workers that have failed: those that were the first to, for the others follow from it.
+  /// Names the hosts whose workers were the first to fail, for the others' failures follow from theirs.
   std::string cause_among(const Pointers& failed) const {
     const auto is_failure = [](const Member& member) { return member.status.exit_status != kTryAgain; };
     const Pointers failures = select(failed, is_failure);
@@ -446,7 +446,7 @@ std::vector<AgentId> assign_places(std::vector<Member> chosen) {
   const auto wish_of = [](const Member& member) {
     return member.status.node_rank >= 0 ? member.status.node_rank : member.last_place;
   };
-  // Of two that were at one place, at different times, the later one has the better claim.
+  // Where two were at one place at different times, the later one has the better claim.
   std::stable_sort(chosen.begin(), chosen.end(), [&](const Member& a, const Member& b) {
     const auto key = [](const Member& member) {
       return std::tuple(member.status.node_rank < 0, ~member.status.generation, !member.is_coordinator,

@@ -38,7 +38,7 @@ std::pair<double, double> price(const std::vector<double>& costs, const Balance&
   return answer;
 }
 
-/// Of the best of all cuts into `blocks`.
+/// The price of the best of all cuts into `blocks`.
 std::pair<double, double> best_price(const std::vector<double>& costs, size_t blocks) {
   std::pair<double, double> best{std::numeric_limits<double>::infinity(), 0};
   for (unsigned cuts = 0; cuts < 1U << (costs.size() - 1); ++cuts) {  // bit i: a cut after layer i
@@ -117,7 +117,7 @@ TEST(BalanceBySize, CountsParametersAndOutputs) {
   nn::Sequential net{nn::Linear(100, 10), nn::Linear(10, 100), nn::Tanh(), nn::Tanh()};
   const auto sample = torch::zeros({32, 100});
   EXPECT_EQ(balance_by_size(2, net, sample, {.chunks = 32, .param_scale = 1}), (Balance{1, 3}));
-  // Of 32 rows the outputs outweigh the parameters.
+  // With 32 rows the outputs outweigh the parameters.
   EXPECT_EQ(balance_by_size(2, net, sample, {.chunks = 1, .param_scale = 1}), (Balance{2, 2}));
   EXPECT_THAT(message_of<c10::ValueError>([&] { balance_by_size(2, net, torch::tensor(1.0)); }),
               HasSubstr("no first dimension"));

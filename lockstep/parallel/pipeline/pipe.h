@@ -90,7 +90,7 @@ class Pipe : public torch::nn::Module {
     return forward(std::forward<Arguments>(arguments)...);
   }
 
-  /// Of each partition.
+  /// The partitions' devices, in order.
   const std::vector<at::Device>& devices() const { return core_.options().devices; }
   int64_t chunks() const { return core_.options().chunks; }
 

@@ -103,7 +103,7 @@ TEST(Pipe, ComputesTheBitsOfTheModuleOnTheMicroBatches) {
       auto x = random({batch, width}, seed + step).requires_grad_(input_needs_gradient),
            y = x.detach().clone();
       y.requires_grad_(input_needs_gradient);
-      // Of a copy, for the first layer may work in place.
+      // They get copies, for the first layer may work in place.
       const auto actual = pipe(x * 1), expected = on_micro_batches(alone, y * 1, chunks);
       ASSERT_TRUE(torch::equal(actual, expected));
       ASSERT_EQ(actual.requires_grad(), expected.requires_grad());

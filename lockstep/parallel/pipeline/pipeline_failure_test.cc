@@ -220,7 +220,7 @@ TEST(PipelineFailure, AStageKilledWhilePipelinesAreMadeIsNamedOnAllRanks) {
   expect_killed_is_named_in(0, "send=kill(9)", make);
 }
 
-/// Of one pipeline: the other one's ranks come to their next step, in which they average gradients with this one's.
+/// The stage belongs to one pipeline; the other one's ranks come to their next step, in which they average gradients with it.
 TEST(PipelineFailure, AStageKilledWhileGradientsAreClippedIsNamedOnAllRanks) {
   const auto clip = [](const std::function<void()>& dies_now) {
     auto mesh = init_device_mesh("cpu", {2, 2}, {"dp", "pp"});

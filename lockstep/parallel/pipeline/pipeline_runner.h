@@ -75,7 +75,7 @@ struct PipelineOptions {
 /// How much a rank has kept at most, in the last step.
 struct PipelineMemory {
   int64_t activations = 0;  ///< micro-batches, counted for each stage: peak_activations() of the schedule
-  /// Of stages' inputs that were kept at one time: until a micro-batch's backward, or its second half where that needs them.
+  /// Stages keep so many bytes of inputs at one time: until a micro-batch's backward, or its second half where that needs them.
   int64_t bytes_of_inputs = 0;
   int64_t bytes_in_flight = 0;  ///< of sent tensors whose receivers had not taken them, at one time
 };
@@ -155,7 +155,7 @@ class PipelineRunner {
 
   /// This rank's actions, as it runs them.
   const std::vector<PipelineAction>& actions() const;
-  /// Of this rank's last step() or eval().
+  /// What this rank kept in its last step() or eval().
   const PipelineMemory& memory() const;
 
  private:

@@ -152,8 +152,8 @@ TEST(Pipelines, TracesNameTheActionsAsTorchDoes) {
 
 // ---- what stages pass each other
 
-/// Of three stages. Inputs x and the numbers of rows of a table; stage 0 gives a hidden state (to stages 1 and 2), the numbers
-/// (to stage 2), a mask (to stage 1) and a large tensor of another dtype and order in memory (to stage 2).
+/// It has three stages. Its inputs are x and the numbers of rows of a table; stage 0 gives a hidden state (to stages 1 and 2), the
+/// numbers (to stage 2), a mask (to stage 1) and a large tensor of another dtype and order in memory (to stage 2).
 struct SkippingModel {
   nn::Linear first{6, 6}, second{6, 6}, last{6, 6};
   nn::Embedding table{10, 6};

@@ -32,7 +32,7 @@ struct PipelineStageOptions {
   /// Parameters that are one weight on several stages, such as an embedding that is the output layer too, by a name of the
   /// weight. They begin with the first stage's value, and all get the sum of their gradients.
   std::map<std::string, at::Tensor> tied = {};
-  /// Of a callable that is no module: for clipping, data parallelism and tied weights.
+  /// A callable that is no module names its parameters here: for clipping, data parallelism and tied weights.
   std::vector<at::Tensor> parameters = {};
 };
 
@@ -83,7 +83,7 @@ class PipelineStage {
   /// The module's by their names in it, a shared one as often as it has names; none of a callable.
   const std::vector<NamedTensor>& named_parameters() const { return content_.parameters; }
   const std::vector<NamedTensor>& named_buffers() const { return content_.buffers; }
-  /// Of each SyncBatchNorm in the module, see module_inspection.h; what a callable holds does not show.
+  /// The groups of the module's SyncBatchNorms, see module_inspection.h; what a callable holds does not show.
   std::vector<ProcessGroup> sync_batch_norm_groups() const {
     return content_.sync_batch_norm_groups ? content_.sync_batch_norm_groups() : std::vector<ProcessGroup>();
   }

@@ -186,7 +186,7 @@ TEST(Pipelines, ACheckpointIsComputedAgainOnce) {
   });
 }
 
-/// Of a loss function that has weights itself, such as the output layer's.
+/// The loss function has weights itself, such as the output layer's.
 TEST(Pipelines, ACheckpointOfTheLossIsComputedAgainOnce) {
   run_ranks(2, [](int rank) {
     auto world = init_process_group();

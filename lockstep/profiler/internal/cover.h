@@ -16,7 +16,7 @@ struct Span {
 class Cover {
  public:
   Cover() = default;
-  /// Of spans in any order, which may overlap. Gaps of less than `join` between two belong to it.
+  /// It covers the spans, which may be in any order and overlap, and gaps of less than `join` between two of them.
   explicit Cover(std::vector<Span> spans, int64_t join = 0) {
     std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
     for (const Span& span : spans) {

@@ -20,7 +20,7 @@ namespace lockstep::pipeline::internal {
 /// receiver starts its receives from a rank in the order of that rank's sends. Used by one thread.
 class DeviceLinks {
  public:
-  /// Of this rank's device. Collective over `group`.
+  /// `device` is this rank's. Collective over `group`.
   DeviceLinks(const ProcessGroup& group, c10::Device device);
   DeviceLinks(const DeviceLinks&) = delete;
   DeviceLinks& operator=(const DeviceLinks&) = delete;
@@ -33,7 +33,7 @@ class DeviceLinks {
   c10::Device device() const { return device_; }
   /// Whether it takes this tensor; undefined ones and those without elements need no link.
   bool takes(const at::Tensor& tensor) const;
-  /// Of tensors without gaps in memory; `to` and `from` are group ranks. Neither waits.
+  /// Tensors must have no gaps in memory; `to` and `from` are group ranks. Neither call waits.
   Work send(const at::Tensor& tensor, int to) const;
   Work receive(const at::Tensor& tensor, int from) const;
   /// Fails both groups.

@@ -119,7 +119,7 @@ std::vector<ProcessGroup> PipelineCore::groups() const {
 void PipelineCore::fail(const std::string& text) {
   failure = text;
   spread_failure(groups());
-  // Of no effect then.
+  // It has no effect on a group that has failed already.
   lockstep_backend_of(*group)->abort(text);
   if (messages) messages->abort_links();
   spread_failure(groups());
@@ -143,7 +143,7 @@ std::set<std::pair<int, int>> PipelineCore::ranks_that_send() const {
   return pairs;
 }
 
-/// Of what this rank was given.
+/// What is wrong with what this rank was given.
 std::string PipelineCore::own_fault() const {
   if (stages.empty()) return kNoStage;
   if (num_stages % ranks != 0 || num_stages / ranks != static_cast<int64_t>(stages.size())) {

@@ -35,11 +35,11 @@ struct PipelineCore {
   /// errors have this rank's text, or the cause with which one of the groups has failed already.
   void fail(const std::string& text);
 
-  /// Of this rank.
+  /// The stage must be one of this rank's.
   const PipelineStage& stage(int64_t index) const { return stages[static_cast<size_t>(index / ranks)]; }
   int rank_of(int64_t index) const { return static_cast<int>(rank_of_stage(index, ranks)); }
   bool is_here(int64_t index) const { return rank_of(index) == rank; }
-  /// Of messages between two stages; backwards from a later one to an earlier one.
+  /// Messages between two stages have this tag; backward ones go from a later stage to an earlier one.
   int tag_of(int64_t from, int64_t to, int64_t micro_batch) const;
   int tag_of_tied(int64_t from, int64_t to, size_t weight) const {
     return tag_of(from, to, options.n_microbatches + static_cast<int64_t>(weight));

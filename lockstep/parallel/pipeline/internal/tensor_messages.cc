@@ -19,7 +19,7 @@ constexpr int64_t kFrontBytes = 1024;
 constexpr int64_t kWordBytes = sizeof(int64_t);
 enum FrontWord : int64_t { kTag, kDescriptionWords, kTensors, kHasPayload, kFrontWords };
 
-/// Of a tensor: one word, then its sizes and strides.
+/// A tensor's description is one word, then its sizes and strides.
 constexpr int64_t kDefined = 1;
 constexpr int64_t kRequiresGrad = 2;
 constexpr int64_t kByLink = 4;
@@ -53,7 +53,7 @@ bool has_bytes(const at::Tensor& tensor) {
   return tensor.defined() && tensor.numel() > 0;
 }
 
-/// Of a tensor without gaps, in their order in memory.
+/// The tensor has no gaps; its bytes keep their order in memory.
 at::Tensor bytes_of(const at::Tensor& tensor) {
   return at::from_blob(
       tensor.data_ptr(), {static_cast<int64_t>(tensor.nbytes())}, [tensor](void* /*memory*/) {},
@@ -290,7 +290,7 @@ void TensorMessages::Arrival::step() {
   }
 }
 
-/// Of tensors.
+/// Reads the tensors' descriptions, and begins to receive the tensors.
 void TensorMessages::Arrival::read(const int64_t* words, int64_t count) {
   const int64_t* next = words;
   std::vector<bool> by_link;

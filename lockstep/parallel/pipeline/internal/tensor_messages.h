@@ -64,7 +64,7 @@ class TensorMessages {
   std::vector<ProcessGroup> link_groups() const {
     return links_ ? links_->groups() : std::vector<ProcessGroup>();
   }
-  /// Of sends that have not arrived yet, as of the last collect_sends().
+  /// The bytes of sends that had not arrived at the last collect_sends().
   int64_t bytes_in_flight() const { return bytes_in_flight_; }
   /// Whether the rank is on another host.
   bool is_far(int rank) const;

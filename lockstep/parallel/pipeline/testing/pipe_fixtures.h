@@ -33,7 +33,7 @@ inline torch::nn::Sequential copy_of(const torch::nn::Sequential& module) {
   return torch::nn::Sequential(std::dynamic_pointer_cast<torch::nn::SequentialImpl>(module->clone()));
 }
 
-/// Of all parameters; undefined ones, too.
+/// All parameters have an entry; those without a gradient an undefined one.
 inline std::vector<torch::Tensor> gradients_of(const torch::nn::Module& module) {
   std::vector<torch::Tensor> answer;
   for (const auto& parameter : module.parameters()) answer.push_back(parameter.grad());
