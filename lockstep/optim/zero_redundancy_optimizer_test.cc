@@ -8,7 +8,6 @@
 #include <lockstep/nn/join.h>
 #include <lockstep/optim/optimizer_state_dict.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>
-#include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/testing/expect_equal.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
@@ -418,41 +417,6 @@ TEST(ZeroRedundancyOptimizer, JoinsWithUnevenInputs) {
     }
     for (int input = 0; input < 4; ++input) plain.step();
     expect_equal(parameters, expected, "alone");
-  });
-}
-
-TEST(ZeroRedundancyOptimizer, StepsWithDistributedDataParallel) {
-  struct Net : torch::nn::Module {
-    Net() { register_module("first", first), register_module("second", second); }
-    torch::Tensor forward(const torch::Tensor& x) { return second(torch::relu(first(x))); }
-    torch::nn::Linear first{6, 20};
-    torch::nn::Linear second{20, 3};
-  };
-  run_ranks(3, [](int rank) {
-    auto world = init_process_group();
-    auto net = std::make_shared<Net>();
-    net->to(at::kDouble);
-    auto copy = std::make_shared<Net>();
-    copy->to(at::kDouble);
-    DistributedDataParallel<Net> model(net, {.bucket_cap_mb = 1e-3, .first_bucket_cap_mb = 1e-4});
-    DistributedDataParallel<Net> plain_model(copy, {.bucket_cap_mb = 1e-3, .first_bucket_cap_mb = 1e-4});
-    {
-      torch::NoGradGuard no_grad;
-      for (size_t i = 0; i < 4; ++i) copy->parameters()[i].copy_(net->parameters()[i]);
-    }
-    ZeroRedundancyOptimizer zero(model.parameters(), optimizer_class<optim::AdamW>(optim::AdamWOptions(0.01)),
-                                 {.parameters_as_bucket_view = true});
-    optim::AdamW plain(plain_model.parameters(), optim::AdamWOptions(0.01));
-    for (int step = 0; step < 8; ++step) {
-      const auto x = random({4, 6}, 10 * step + rank);
-      zero.zero_grad();
-      plain.zero_grad();
-      model(x).square().sum().backward();
-      plain_model(x).square().sum().backward();
-      zero.step();
-      plain.step();
-    }
-    expect_equal(net->parameters(), copy->parameters(), "with DDP");
   });
 }
 

@@ -8,7 +8,7 @@
 #include <lockstep/parallel/ddp/hooks/zero_hook.h>
 #include <lockstep/testing/multi_rank.h>
 
-// The sharded optimizer together with DistributedDataParallel: overlapped with it, and in a Join beside it.
+// The sharded optimizer together with DistributedDataParallel: after it, overlapped with it, and in a Join beside it.
 namespace lockstep::zero_ddp_test {
 namespace {
 
@@ -83,6 +83,22 @@ void expect_plain_steps_while_overlapping(MakeHook make_hook) {
   }
   EXPECT_GT(model.reducer().bucket_bytes().size(), 2u);
   expect_equal(net->parameters(), expected_after(std::vector<int>(static_cast<size_t>(get_world_size()), 8)));
+}
+
+TEST(ZeroWithDdp, StepsAfterBackwardAsThePlainOptimizerDoes) {
+  run_ranks(3, [](int rank) {
+    auto world = init_process_group();
+    auto net = make_net();
+    DistributedDataParallel<Net> model(net, kSmallBuckets);
+    ZeroRedundancyOptimizer zero(model.parameters(), optimizer_class<optim::AdamW>(optim::AdamWOptions(0.01)),
+                                 {.parameters_as_bucket_view = true});
+    for (int step = 0; step < 8; ++step) {
+      zero.zero_grad();
+      model(inputs(step, rank)).square().sum().backward();
+      zero.step();
+    }
+    expect_equal(net->parameters(), expected_after({8, 8, 8}));
+  });
 }
 
 TEST(ZeroWithDdp, StepsWithinBackward) {
