@@ -1,8 +1,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <string>
@@ -15,8 +13,8 @@
 #include <c10/util/Half.h>
 #include <gtest/gtest.h>
 
-#include <lockstep/collectives/kernels/cpu_capability.h>
 #include <lockstep/collectives/kernels/reduce_kernels.h>
+#include <lockstep/collectives/kernels/testing/capabilities.h>
 #include <lockstep/collectives/kernels/testing/reduce_reference.h>
 
 namespace lockstep::reduce_kernels_test {
@@ -35,15 +33,9 @@ constexpr Operation kOperations[] = {Operation::kSum,   Operation::kAverage, Ope
                                      Operation::kBitOr, Operation::kBitXor};
 
 std::vector<const char*> capabilities() {
-  std::vector<const char*> list;
-  for (const char* name : {"default", "avx2", "avx512"}) {
-    try {
-      reduce_kernels_for(name, at::kFloat, Operation::kSum);
-      list.push_back(name);
-    } catch (const c10::ValueError&) {
-    }
-  }
-  return list;
+  std::vector<const char*> names;
+  for (const CpuCapability capability : testing::capabilities()) names.push_back(to_string(capability));
+  return names;
 }
 
 bool supported(bool floating, bool boolean, Operation operation) {
@@ -488,35 +480,6 @@ TEST(ReduceKernels, RefusesWhatHasNoMeaning) {
   EXPECT_TRUE(contains(error_of(at::kComplexFloat, Operation::kSum), "view_as_real"));
   EXPECT_TRUE(contains(error_of(at::kFloat8_e4m3fn, Operation::kSum), "Float8_e4m3fn"));
   EXPECT_THROW(reduce_kernels(at::kFloat, static_cast<Operation>(8)), c10::ValueError);
-}
-
-// The variable is read once a process, so each value needs a process of its own.
-[[noreturn]] void report_capability(const char* wanted) {
-  ::setenv("LOCKSTEP_CPU_CAPABILITY", wanted, 1);
-  try {
-    std::fprintf(stderr, "capability %s", to_string(cpu_capability()));
-    const bool same = &reduce_kernels(at::kHalf, Operation::kSum) ==
-                      &reduce_kernels_for(to_string(cpu_capability()), at::kHalf, Operation::kSum);
-    std::_Exit(same ? 0 : 1);
-  } catch (const c10::ValueError& error) {
-    std::fprintf(stderr, "%s", error.what_without_backtrace());
-    std::_Exit(2);
-  }
-}
-
-TEST(ReduceKernelsDeathTest, TheEnvironmentChoosesTheCapability) {
-  GTEST_FLAG_SET(death_test_style, "threadsafe");
-  const std::vector<const char*> have = capabilities();
-  EXPECT_EXIT(report_capability(""), ::testing::ExitedWithCode(0), std::string("capability ") + have.back());
-  for (const char* name : {"default", "avx2", "avx512"}) {
-    if (std::find(have.begin(), have.end(), std::string(name)) != have.end()) {
-      EXPECT_EXIT(report_capability(name), ::testing::ExitedWithCode(0), std::string("capability ") + name);
-    } else {
-      EXPECT_EXIT(report_capability(name), ::testing::ExitedWithCode(2), "this machine does not have");
-    }
-  }
-  EXPECT_EXIT(report_capability("sse9"), ::testing::ExitedWithCode(2),
-              "LOCKSTEP_CPU_CAPABILITY.*'sse9'.*default");
 }
 
 }  // namespace

@@ -12,25 +12,17 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <lockstep/collectives/kernels/testing/capabilities.h>
 #include <lockstep/collectives/kernels/wire_codec.h>
 
 namespace lockstep::wire_codec_test {
 namespace {
 
+using testing::capabilities;
+
 constexpr HostCompression kAll[] = {HostCompression::kNone, HostCompression::kBf16, HostCompression::kInt8};
 constexpr size_t kCounts[] = {0,   1,   2,   3,   7,   15,  16,  17,  63,   64,
                               255, 256, 257, 300, 511, 512, 515, 767, 1024, 4099};
-
-std::vector<CpuCapability> capabilities() {
-  std::vector<CpuCapability> list;
-  for (const char* name : {"default", "avx2", "avx512"}) {
-    try {
-      list.push_back(cpu_capability_named(name));
-    } catch (const c10::ValueError&) {
-    }
-  }
-  return list;
-}
 
 float float_of(uint32_t bits) {
   float value;
