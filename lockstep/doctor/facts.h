@@ -110,8 +110,7 @@ struct Gpu {
   bool cuda_library = false;                ///< libcuda.so.1 can be loaded
   std::string cuda_error = {};              ///< of cuInit, or why the library could not be loaded
   std::optional<int> cuda_devices = {};     ///< what the driver offers this process
-  bool smi_program = false;                 ///< nvidia-smi is in PATH
-  std::string smi_error = {};               ///< why it failed
+  std::string smi_error = {};               ///< why nvidia-smi failed
   std::vector<std::string> smi_names = {};  ///< "NVIDIA H200, 143771 MiB"
 };
 

@@ -195,7 +195,6 @@ void try_ucx(Ucx& ucx, const std::string& interface) {
 
 void ask_nvidia_smi(Gpu& gpu) {
   const auto program = find_in_path("nvidia-smi");
-  gpu.smi_program = program.has_value();
   if (!program) return;
   const auto result =
       run_command({*program, "--query-gpu=name,memory.total", "--format=csv,noheader"}, kCommandTimeout);

@@ -381,7 +381,6 @@ TEST(Judge, SaysWhichGpusThereAre) {
                .driver = "550.54",
                .cuda_library = true,
                .cuda_devices = 1,
-               .smi_program = true,
                .smi_names = {"NVIDIA H200, 143771 MiB"}};
   for (const Finding& finding : judge(facts)) {
     if (finding.check != "gpu") continue;
