@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <map>
-#include <sstream>
 #include <utility>
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <c10/util/hash.h>
 
 #include <lockstep/base/log.h>
@@ -39,11 +39,7 @@ bool contains(const std::vector<int>& ranks, int rank) {
 
 /// "[0, 2, 1]"
 std::string list_of(const std::vector<int>& ranks) {
-  std::ostringstream text;
-  for (size_t i = 0; i < ranks.size(); ++i)
-    text << (i == 0 ? '[' : ' ') << ranks[i] << (i + 1 < ranks.size() ? "," : "");
-  text << (ranks.empty() ? "[]" : "]");
-  return text.str();
+  return "[" + c10::Join(", ", ranks) + "]";
 }
 
 /// "ranks 0-1023" where that says it all.
