@@ -4,12 +4,11 @@
 #include <cstring>
 #include <sys/resource.h>
 #include <sys/time.h>
-#include <sys/un.h>
-#include <utility>
 
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/failpoint.h>
+#include <lockstep/rendezvous/network/socket_address.h>
 #include <lockstep/transport/local_socket.h>
 
 #ifndef SO_PEERPIDFD
@@ -18,14 +17,6 @@
 
 namespace lockstep::transport {
 namespace {
-
-std::pair<sockaddr_un, socklen_t> abstract_address(const std::string& name) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  TORCH_INTERNAL_ASSERT(name.size() + 1 < sizeof address.sun_path);
-  std::memcpy(address.sun_path + 1, name.data(), name.size());
-  return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
-}
 
 std::string open_files_limit() {
   rlimit limit{};
@@ -37,19 +28,19 @@ std::string open_files_limit() {
 
 UniqueFd listen_local(const std::string& name, int backlog) {
   UniqueFd listener(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  auto [address, length] = abstract_address(name);
+  const SocketAddress address = abstract_address(name);
   TORCH_CHECK_WITH(DistBackendError,
-                   listener && ::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+                   listener && ::bind(listener.get(), address.raw(), address.size) == 0 &&
                        ::listen(listener.get(), backlog) == 0,
                    "a local socket for the peers can't be made: ", std::strerror(errno));
   return listener;
 }
 
 bool connect_local(int socket, const std::string& name) {
-  auto [address, length] = abstract_address(name);
+  const SocketAddress address = abstract_address(name);
   int failed = 0;
   do {
-    failed = ::connect(socket, reinterpret_cast<sockaddr*>(&address), length);
+    failed = ::connect(socket, address.raw(), address.size);
   } while (failed != 0 && errno == EINTR);
   return failed == 0;
 }

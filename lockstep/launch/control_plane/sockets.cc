@@ -1,13 +1,11 @@
 #include <arpa/inet.h>
 #include <cerrno>
-#include <cstddef>
 #include <cstring>
 #include <fcntl.h>
 #include <memory>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <sys/un.h>
 
 #include <c10/util/Exception.h>
 
@@ -54,16 +52,6 @@ std::vector<SocketAddress> addresses_of(const std::string& host, uint16_t port, 
   }
   if (addresses.empty()) why = "the name '" + host + "' has no IPv4 or IPv6 address";
   return addresses;
-}
-
-SocketAddress abstract_address(const std::string& name) {
-  SocketAddress address;
-  auto& local = reinterpret_cast<sockaddr_un&>(address.storage);
-  local.sun_family = AF_UNIX;
-  TORCH_INTERNAL_ASSERT(name.size() + 1 < sizeof(local.sun_path));
-  std::memcpy(local.sun_path + 1, name.data(), name.size());
-  address.size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-  return address;
 }
 
 UniqueFd begin_connect(const SocketAddress& address) {

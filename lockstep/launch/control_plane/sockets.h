@@ -12,9 +12,6 @@ namespace lockstep::launch {
 /// The addresses of a name, or a numeric one; IPv4's first. Empty, and why, where there are none.
 std::vector<SocketAddress> addresses_of(const std::string& host, uint16_t port, std::string& why);
 
-/// The address of a local socket that needs no file: its name begins with a zero byte, and `name` follows, at most 100 bytes.
-SocketAddress abstract_address(const std::string& name);
-
 /// Begins a connection that does not block. None, and errno, where it failed at once.
 UniqueFd begin_connect(const SocketAddress& address);
 

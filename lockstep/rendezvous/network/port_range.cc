@@ -2,8 +2,6 @@
 #include <chrono>
 #include <cstddef>
 #include <netinet/in.h>
-#include <string_view>
-#include <sys/un.h>
 #include <thread>
 
 #include <c10/util/Exception.h>
@@ -65,15 +63,11 @@ std::optional<PortRange> port_range() {
 PortTurn::PortTurn(const std::string& address) {
   const auto range = port_range();
   if (!range) return;
-  sockaddr_un name{};  // abstract, so it goes with the process
-  name.sun_family = AF_UNIX;
-  constexpr std::string_view kName = "lockstep-port-turn";
-  kName.copy(name.sun_path + 1, kName.size());
-  const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + kName.size());
+  const SocketAddress name = abstract_address("lockstep-port-turn");  // which goes with the process
   turn_.reset(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const auto patience = Deadline::after(std::chrono::seconds(10));
-  while (turn_ && ::bind(turn_.get(), reinterpret_cast<const sockaddr*>(&name), size) != 0 &&
-         errno == EADDRINUSE && !patience.expired()) {
+  while (turn_ && ::bind(turn_.get(), name.raw(), name.size) != 0 && errno == EADDRINUSE &&
+         !patience.expired()) {
     check_interrupts();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

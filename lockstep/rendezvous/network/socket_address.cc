@@ -1,4 +1,9 @@
+#include <cstddef>
+#include <cstring>
 #include <netdb.h>
+#include <sys/un.h>
+
+#include <c10/util/Exception.h>
 
 #include <lockstep/rendezvous/network/socket_address.h>
 
@@ -31,6 +36,16 @@ std::string SocketAddress::text() const {
   char host[NI_MAXHOST] = "?";
   ::getnameinfo(raw(), size, host, sizeof(host), nullptr, 0, NI_NUMERICHOST);
   return host;
+}
+
+SocketAddress abstract_address(const std::string& name) {
+  SocketAddress address;
+  auto& local = reinterpret_cast<sockaddr_un&>(address.storage);
+  local.sun_family = AF_UNIX;
+  TORCH_INTERNAL_ASSERT(name.size() + 1 < sizeof(local.sun_path));
+  std::memcpy(local.sun_path + 1, name.data(), name.size());
+  address.size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  return address;
 }
 
 }  // namespace lockstep

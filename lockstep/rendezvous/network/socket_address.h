@@ -21,4 +21,7 @@ struct SocketAddress {
   std::string text() const;  ///< numeric, without the port
 };
 
+/// Of a local socket whose name begins with a zero byte and needs no file: `name` follows it, at most 106 bytes. Thread-safe.
+SocketAddress abstract_address(const std::string& name);
+
 }  // namespace lockstep
