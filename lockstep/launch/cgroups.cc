@@ -1,20 +1,20 @@
 #include <array>
 #include <cerrno>
 #include <charconv>
+#include <cstdint>
 #include <ctime>
 #include <dirent.h>
 #include <fcntl.h>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <stdlib.h>
-#include <sys/stat.h>
 #include <unistd.h>
 #include <utility>
 #include <vector>
 
+#include <lockstep/base/files/kernel_file.h>
 #include <lockstep/base/process/cgroup_folders.h>
 #include <lockstep/launch/cgroups.h>
+#include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/process_stat.h>
 
 namespace lockstep::launch {
@@ -46,19 +46,14 @@ constexpr bool kUnderThreadSanitizer = false;
 constexpr std::string_view kPrefix = "lockstep_";
 
 /// "PID_START_NAMESPACE_" of a process, which no later process of this boot has: cgroups do not outlive it, either.
-std::optional<std::string> mark_of_process(pid_t pid, ino_t pid_namespace) {
+std::optional<std::string> mark_of_process(pid_t pid, uint64_t pid_namespace) {
   const auto stat = read_process_stat(pid);
   if (!stat || stat->state == 'Z') return std::nullopt;
   return std::to_string(pid) + "_" + std::to_string(stat->start) + "_" + std::to_string(pid_namespace) + "_";
 }
 
-ino_t own_pid_namespace() {
-  struct stat status = {};
-  return ::stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
-}
-
 /// Whether this is the name of a WorkerCgroup of a process of this namespace that has ended. Of others nothing can be said.
-bool belongs_to_ended_process(std::string_view name, ino_t pid_namespace) {
+bool belongs_to_ended_process(std::string_view name, uint64_t pid_namespace) {
   if (!name.starts_with(kPrefix)) return false;
   name.remove_prefix(kPrefix.size());
   pid_t pid = 0;
@@ -69,13 +64,12 @@ bool belongs_to_ended_process(std::string_view name, ino_t pid_namespace) {
   return !living || !name.starts_with(*living);
 }
 
-void remove_leftovers(const std::string& parent, ino_t pid_namespace) {
+void remove_leftovers(const std::string& parent, uint64_t pid_namespace) {
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(parent, ignored)) {
     if (!belongs_to_ended_process(entry.path().filename().string(), pid_namespace)) continue;
-    std::ifstream file(entry.path() / "cgroup.events");
-    const std::string events(std::istreambuf_iterator<char>(file), {});
-    if (("\n" + events).find("\npopulated 0\n") == std::string::npos) continue;
+    const std::string events = read_kernel_file(entry.path() / "cgroup.events").value_or("");
+    if (("\n" + events + "\n").find("\npopulated 0\n") == std::string::npos) continue;
     const UniqueFd opened(::open(entry.path().c_str(), O_DIRECTORY | O_RDONLY | O_CLOEXEC));
     if (opened) remove_cgroups_below(opened.get());
     ::rmdir(entry.path().c_str());  // the kernel refuses where a process has come meanwhile
@@ -103,7 +97,7 @@ void remove_cgroup(const char* folder) {
 std::optional<WorkerCgroup> WorkerCgroup::make() {
   if (kUnderThreadSanitizer) return std::nullopt;
   const std::vector<std::string> parents = own_cgroup_folders("memory").version_2;
-  const ino_t pid_namespace = own_pid_namespace();
+  const uint64_t pid_namespace = inode_of_namespace("/proc/self/ns/pid");
   const auto mark = mark_of_process(::getpid(), pid_namespace);
   if (parents.empty() || !mark) return std::nullopt;
   remove_leftovers(parents.front(), pid_namespace);

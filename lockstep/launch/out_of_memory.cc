@@ -1,26 +1,26 @@
 #include <array>
 #include <cerrno>
 #include <charconv>
+#include <cstdint>
 #include <fcntl.h>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
 #include <utility>
 
+#include <lockstep/base/files/kernel_file.h>
 #include <lockstep/base/process/cgroup_folders.h>
 #include <lockstep/launch/out_of_memory.h>
+#include <lockstep/rendezvous/host_identity.h>
 
 namespace lockstep::launch {
 namespace {
 
 /// The log has the pids of the first namespace, whose number never changes (PROC_PID_INIT_INO, linux/nsfs.h).
 bool in_first_pid_namespace() {
-  constexpr ino_t kFirst = 0xeffffffc;
-  struct stat status = {};
-  return ::stat("/proc/self/ns/pid", &status) == 0 && status.st_ino == kFirst;
+  constexpr uint64_t kFirst = 0xeffffffc;
+  return inode_of_namespace("/proc/self/ns/pid") == kFirst;
 }
 
 /// Containers may have another device in its place, such as /dev/null, which would seem to be a log without kills. The number is
@@ -61,8 +61,7 @@ std::string own_counter(const std::string& workers) {
 }
 
 std::optional<uint64_t> oom_kills_in_file(const std::string& path) {
-  std::ifstream file(path);
-  return oom_kills_in(std::string(std::istreambuf_iterator<char>(file), {}));
+  return oom_kills_in(read_kernel_file(path).value_or(""));
 }
 
 template <typename Number>

@@ -15,12 +15,6 @@
 namespace lockstep {
 namespace {
 
-/// 0 where the kernel has no namespaces of this kind.
-uint64_t inode_of_namespace(const char* path) {
-  struct stat status {};
-  return ::stat(path, &status) == 0 ? status.st_ino : 0;
-}
-
 std::string& pretended_by_thread() {
   static thread_local std::string name;
   return name;
@@ -68,6 +62,11 @@ HostIdentity this_host() {
   host.hostname = host_name();
   if (host.hostname.empty()) host.hostname = "unknown";
   return host;
+}
+
+uint64_t inode_of_namespace(const std::string& path) {
+  struct stat status {};
+  return ::stat(path.c_str(), &status) == 0 ? status.st_ino : 0;
 }
 
 void pretend_host(const std::string& name) {

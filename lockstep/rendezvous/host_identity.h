@@ -41,6 +41,9 @@ struct HostIdentity {
 /// Throws c10::DistBackendError when /proc is not there, c10::ValueError for a name that is none.
 HostIdentity this_host();
 
+/// The inode of a namespace, such as /proc/self/ns/pid; 0 where the kernel has none of this kind. Thread-safe.
+uint64_t inode_of_namespace(const std::string& path);
+
 /// For tests whose ranks are threads: for this thread, `name` stands in place of LOCKSTEP_TEST_HOST; "" ends
 /// that.
 void pretend_host(const std::string& name);

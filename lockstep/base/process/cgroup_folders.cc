@@ -1,9 +1,9 @@
 #include <algorithm>
-#include <fstream>
 #include <iterator>
 #include <optional>
 #include <sstream>
 
+#include <lockstep/base/files/kernel_file.h>
 #include <lockstep/base/process/cgroup_folders.h>
 
 namespace lockstep {
@@ -73,11 +73,6 @@ std::vector<std::string> folders_of(std::string_view cgroups, std::string_view m
   return {};
 }
 
-std::string text_of_file(const std::string& path) {
-  std::ifstream file(path);
-  return std::string(std::istreambuf_iterator<char>(file), {});
-}
-
 }  // namespace
 
 CgroupFolders cgroup_folders(std::string_view cgroups, std::string_view mounts, std::string_view controller) {
@@ -85,8 +80,9 @@ CgroupFolders cgroup_folders(std::string_view cgroups, std::string_view mounts, 
 }
 
 CgroupFolders own_cgroup_folders(std::string_view controller, const std::string& root) {
-  CgroupFolders folders = cgroup_folders(text_of_file(root + "/proc/self/cgroup"),
-                                         text_of_file(root + "/proc/self/mountinfo"), controller);
+  CgroupFolders folders =
+      cgroup_folders(read_kernel_file(root + "/proc/self/cgroup").value_or(""),
+                     read_kernel_file(root + "/proc/self/mountinfo").value_or(""), controller);
   for (auto* each : {&folders.version_2, &folders.version_1}) {
     for (std::string& folder : *each) folder.insert(0, root);
   }

@@ -6,6 +6,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/files/kernel_file.h>
 #include <lockstep/base/process/cgroup_folders.h>
 #include <lockstep/base/process/memory.h>
 #include <lockstep/base/text/formatted.h>
@@ -18,17 +19,16 @@ constexpr int64_t kNone = MemoryLimits::kNone;
 /// The number in a file such as memory.max; kNone for "max", for what version 1 writes instead (a huge
 /// number), and for a file that isn't there.
 int64_t read_limit(const std::string& path) {
-  std::ifstream file(path);
-  int64_t number = 0;
-  return file >> number && number <= (int64_t{1} << 60) ? number : kNone;
+  const auto number = read_kernel_integer(path);
+  return number && *number <= (int64_t{1} << 60) ? *number : kNone;
 }
 
 /// What a control group of version 2 or 1 uses, less what the kernel takes back when memory is wanted: the page
 /// cache of files, and what version 2 counts of their names and inodes, much where a data set has many. Shared memory,
 /// which the kernel counts as cache, too, is not on the lists of files.
 int64_t read_usage(const std::string& folder, bool version_2) {
-  int64_t usage = 0;
-  std::ifstream(folder + (version_2 ? "/memory.current" : "/memory.usage_in_bytes")) >> usage;
+  int64_t usage =
+      read_kernel_integer(folder + (version_2 ? "/memory.current" : "/memory.usage_in_bytes")).value_or(0);
   std::ifstream statistics(folder + "/memory.stat");
   std::string name;
   for (int64_t bytes = 0; statistics >> name >> bytes;) {

@@ -4,7 +4,6 @@
 #include <iterator>
 #include <poll.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <unistd.h>
 #include <utility>
 
@@ -13,13 +12,13 @@
 #include <lockstep/launch/control_plane/sockets.h>
 #include <lockstep/launch/control_plane/watch_greeting.h>
 #include <lockstep/launch/control_plane/watch_server.h>
+#include <lockstep/rendezvous/host_identity.h>
 
 namespace lockstep::launch {
 
 std::string WatchServer::own_name() {
-  struct stat status {};
-  const ino_t pid_namespace = ::stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
-  return kNameBegin + std::to_string(pid_namespace) + "-" + std::to_string(::getpid());
+  return kNameBegin + std::to_string(inode_of_namespace("/proc/self/ns/pid")) + "-" +
+         std::to_string(::getpid());
 }
 
 WatchServer::WatchServer(EventLoop& loop, std::function<void(const std::string&)> say)

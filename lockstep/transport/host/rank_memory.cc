@@ -11,6 +11,7 @@
 #include <utility>
 
 #include <lockstep/base/unique_fd.h>
+#include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/transport/host/process_header.h>
 #include <lockstep/transport/host/rank_memory.h>
 
@@ -66,12 +67,6 @@ struct FoundRank {
   RankMemory memory = {};
   int index = 0;
 };
-
-/// Of the pid namespace that a process is in; 0 where the kernel does not tell.
-uint64_t pid_namespace_of(const fs::path& process) {
-  struct stat status {};
-  return ::stat((process / "ns/pid").c_str(), &status) == 0 ? status.st_ino : 0;
-}
 
 FoundRank read_header(const ProcessHeader& header, pid_t pid) {
   FoundRank found{.index = header.index};
@@ -139,7 +134,7 @@ RankMemories read_rank_memories() {
       if (!newest || one.memory.since_ns >= newest->memory.since_ns) newest = std::move(one);
     }
     if (!newest) continue;
-    newest->memory.pid_namespace = pid_namespace_of(process->path());
+    newest->memory.pid_namespace = inode_of_namespace(process->path() / "ns/pid");
     found.push_back(std::move(*newest));
   }
   using Number = std::tuple<uint64_t, pid_t, int>;  // by job and number of its transport
