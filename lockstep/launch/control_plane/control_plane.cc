@@ -35,14 +35,9 @@ bool means_loopback(const std::string& host) {
   return host == "localhost" || host.starts_with("127.") || host == "::1";
 }
 
-void signal_event(const UniqueFd& event) {
-  const uint64_t one = 1;
-  [[maybe_unused]] const auto written = ::write(event.get(), &one, sizeof(one));
-}
-
 void clear_event(const UniqueFd& event) {
-  uint64_t count = 0;
-  [[maybe_unused]] const auto got = ::read(event.get(), &count, sizeof(count));
+  eventfd_t ignored = 0;
+  ::eventfd_read(event.get(), &ignored);
 }
 
 UniqueFd make_event() {
@@ -354,14 +349,14 @@ ControlPlane::ControlPlane(Options options) : tasks_event_(make_event()), wake_e
 
 ControlPlane::~ControlPlane() {
   stop_ = true;
-  signal_event(wake_event_);
+  ::eventfd_write(wake_event_.get(), 1);
   thread_.join();
 }
 
 void ControlPlane::put(Task task) {
   const std::lock_guard lock(mutex_);
   tasks_.push_back(std::move(task));
-  signal_event(tasks_event_);
+  ::eventfd_write(tasks_event_.get(), 1);
 }
 
 std::optional<ControlPlane::Task> ControlPlane::take() {
@@ -390,13 +385,13 @@ bool ControlPlane::guard_has_lapsed() const {
 void ControlPlane::workers_ended(int exit_status, const std::string& failure, int culprit) {
   const std::lock_guard lock(mutex_);
   ended_ = {exit_status, failure, culprit};
-  signal_event(wake_event_);
+  ::eventfd_write(wake_event_.get(), 1);
 }
 
 void ControlPlane::leave(int signal) {
   const std::lock_guard lock(mutex_);
   leaving_ = signal;
-  signal_event(wake_event_);
+  ::eventfd_write(wake_event_.get(), 1);
 }
 
 }  // namespace lockstep::launch
