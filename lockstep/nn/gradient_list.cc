@@ -4,12 +4,19 @@
 
 namespace lockstep {
 
+std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> once;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && seen.insert(tensor.unsafeGetTensorImpl()).second) once.push_back(tensor);
+  }
+  return once;
+}
+
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> gradients;
-  std::unordered_set<const c10::TensorImpl*> seen;
-  for (const at::Tensor& parameter : parameters) {
-    if (!parameter.defined() || !parameter.grad().defined()) continue;
-    if (seen.insert(parameter.unsafeGetTensorImpl()).second) gradients.push_back(parameter.grad());
+  for (const at::Tensor& parameter : each_once(parameters)) {
+    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
   }
   return gradients;
 }

@@ -6,11 +6,13 @@
 
 #include <ATen/core/Tensor.h>
 
-/// What works on all gradients at once: clipping, unscaling. Thread-safe for different tensors.
+/// What works on all parameters or gradients at once: clipping, unscaling. Thread-safe for different tensors.
 namespace lockstep {
 
-/// The gradients of those `parameters` that have one, in order. A parameter that is listed twice, as LibTorch
-/// lists those with two names, counts once.
+/// Each defined one once, in order: LibTorch lists a parameter with two names twice.
+std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& tensors);
+
+/// The gradients of those `parameters` that have one, in order; of each parameter once.
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters);
 
 /// Tensors by device type, device index and dtype: each value fits into one call of a foreach function.

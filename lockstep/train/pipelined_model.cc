@@ -1,25 +1,16 @@
 #include <algorithm>
 #include <iterator>
-#include <unordered_set>
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
 
 #include <lockstep/collectives/objects.h>
 #include <lockstep/collectives/process_group.h>
+#include <lockstep/nn/gradient_list.h>
 #include <lockstep/parallel/ddp/state_sync.h>
 #include <lockstep/train/pipelined_model.h>
 
 namespace lockstep {
-
-std::vector<at::Tensor> train::each_once(const std::vector<at::Tensor>& parameters) {
-  std::vector<at::Tensor> once;
-  std::unordered_set<const c10::TensorImpl*> seen;
-  for (const at::Tensor& parameter : parameters) {
-    if (seen.insert(parameter.unsafeGetTensorImpl()).second) once.push_back(parameter);
-  }
-  return once;
-}
 
 void PipelineOutput::check_inputs(const Tensors& given) const {
   const bool same = std::equal(
@@ -68,7 +59,7 @@ PipelinedModel::PipelinedModel(std::vector<PipelineStage> stages, const TrainerO
   for (const PipelineStage& stage : stages_) {
     tensors.insert(tensors.end(), stage.parameters().begin(), stage.parameters().end());
   }
-  parameters_ = train::each_once(tensors);
+  parameters_ = each_once(tensors);
 }
 
 void PipelinedModel::start(GradScaler& scaler) {

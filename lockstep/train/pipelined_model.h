@@ -109,10 +109,4 @@ class PipelinedModel {
   int64_t samples_ = 0;               // of it
 };
 
-namespace train {
-
-/// A tied one would be updated once for each of its names.
-std::vector<at::Tensor> each_once(const std::vector<at::Tensor>& parameters);
-
-}  // namespace train
 }  // namespace lockstep

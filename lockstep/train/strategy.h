@@ -10,6 +10,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/sequential.h>
 
+#include <lockstep/nn/gradient_list.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
 #include <lockstep/parallel/pipeline/pipeline_stage.h>
@@ -80,7 +81,8 @@ class StrategyModel {
             "(a holder's ptr()), or a std::vector<PipelineStage> with this rank's stages");
       }
     }
-    optimizer_ = std::make_unique<Optimizer>(train::each_once(net->parameters()), defaults);
+    // A tied parameter would be updated once for each of its names.
+    optimizer_ = std::make_unique<Optimizer>(each_once(net->parameters()), defaults);
     if (options.process_group || is_initialized()) {
       model_ = std::make_unique<DistributedDataParallel<Net>>(std::move(net), of_trainer(options.ddp));
     } else {

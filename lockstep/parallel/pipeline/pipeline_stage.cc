@@ -10,21 +10,12 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/collectives/functional.h>
+#include <lockstep/nn/gradient_list.h>
 #include <lockstep/parallel/pipeline/pipeline_random.h>
 #include <lockstep/parallel/pipeline/pipeline_stage.h>
 
 namespace lockstep {
 namespace {
-
-/// Each once: a shared one has several names.
-std::vector<at::Tensor> distinct(const std::vector<at::Tensor>& tensors) {
-  std::vector<at::Tensor> once;
-  std::unordered_set<const at::TensorImpl*> seen;
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.defined() && seen.insert(tensor.unsafeGetTensorImpl()).second) once.push_back(tensor);
-  }
-  return once;
-}
 
 std::vector<at::Tensor> without_names(const std::vector<NamedTensor>& named) {
   std::vector<at::Tensor> tensors;
@@ -101,8 +92,8 @@ PipelineStage::PipelineStage(Plain /*tag*/, Content content, int64_t stage_index
                         to, "; it can go to the stages from ", stage_index + 1, " to ", num_stages - 1);
     }
   }
-  parameters_ = distinct(content_.is_module ? without_names(content_.parameters) : options_.parameters);
-  buffers_ = distinct(without_names(content_.buffers));
+  parameters_ = each_once(content_.is_module ? without_names(content_.parameters) : options_.parameters);
+  buffers_ = each_once(without_names(content_.buffers));
   for (const auto& [name, tied] : options_.tied) {
     const bool is_own = std::any_of(parameters_.begin(), parameters_.end(),
                                     [&, &tied = tied](const at::Tensor& own) { return own.is_same(tied); });

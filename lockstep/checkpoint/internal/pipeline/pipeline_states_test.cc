@@ -16,6 +16,7 @@
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/training_state.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/nn/gradient_list.h>
 #include <lockstep/parallel/pipeline/pipeline_runner.h>
 #include <lockstep/parallel/pipeline/testing/models.h>
 #include <lockstep/testing/message_of.h>
@@ -70,16 +71,6 @@ std::vector<int64_t> random_balance(int64_t stages, std::mt19937_64& random) {
   return balance;
 }
 
-/// Each once.
-Tensors distinct(const Tensors& parameters) {
-  Tensors once;
-  std::set<const at::TensorImpl*> seen;
-  for (const at::Tensor& parameter : parameters) {
-    if (seen.insert(parameter.unsafeGetTensorImpl()).second) once.push_back(parameter);
-  }
-  return once;
-}
-
 template <class Optimizer, class Options>
 class Training {
  public:
@@ -92,7 +83,7 @@ class Training {
         parameters.insert(parameters.end(), stage.parameters().begin(), stage.parameters().end());
       }
     }
-    optimizer_ = std::make_unique<Optimizer>(distinct(parameters), options);
+    optimizer_ = std::make_unique<Optimizer>(each_once(parameters), options);
     if (stages_.empty()) return;
     runner_ = std::make_unique<PipelineRunner>(
         stages_, PipelineOptions{
