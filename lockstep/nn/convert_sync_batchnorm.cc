@@ -161,13 +161,6 @@ std::optional<Conversion> find_conversion(const torch::nn::Module& module) {
   return Registry::instance().find(norm->running_mean, norm->weight);
 }
 
-bool is_batch_norm(const torch::nn::Module& module) {
-  return dynamic_cast<const SyncBatchNormImpl*>(&module) ||
-         dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) ||
-         dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) ||
-         dynamic_cast<const torch::nn::BatchNorm3dImpl*>(&module);
-}
-
 }  // namespace
 
 void convert_sync_batchnorm_(torch::nn::Module& module, const ProcessGroup& process_group) {

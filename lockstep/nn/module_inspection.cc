@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/embedding.h>
 
 #include <lockstep/nn/module_inspection.h>
@@ -18,6 +19,13 @@ std::vector<std::string> sparse_parameters(const torch::nn::Module& module) {
     }
   }
   return names;
+}
+
+bool is_batch_norm(const torch::nn::Module& module) {
+  return dynamic_cast<const SyncBatchNormImpl*>(&module) ||
+         dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) ||
+         dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) ||
+         dynamic_cast<const torch::nn::BatchNorm3dImpl*>(&module);
 }
 
 bool has_sync_batch_norm(const torch::nn::Module& module) {

@@ -15,6 +15,8 @@ namespace lockstep {
 /// with sparse(true).
 std::vector<std::string> sparse_parameters(const torch::nn::Module& module);
 
+/// Whether it is a BatchNorm, or a SyncBatchNorm.
+bool is_batch_norm(const torch::nn::Module& module);
 /// Whether a SyncBatchNorm is among its modules. (A converted BatchNorm does not show.)
 bool has_sync_batch_norm(const torch::nn::Module& module);
 /// The group of each SyncBatchNorm among its modules, and of each converted BatchNorm, as it was given: empty for the default

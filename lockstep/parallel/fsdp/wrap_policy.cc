@@ -2,11 +2,10 @@
 #include <utility>
 
 #include <torch/nn/modules/activation.h>
-#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/moduledict.h>
 #include <torch/nn/modules/container/modulelist.h>
 
-#include <lockstep/nn/sync_batch_norm.h>
+#include <lockstep/nn/module_inspection.h>
 #include <lockstep/parallel/fsdp/wrap_policy.h>
 
 namespace lockstep::fsdp {
@@ -17,11 +16,6 @@ using torch::nn::Module;
 template <class... ModuleClasses>
 bool is_one_of(const Module& module) {
   return ((dynamic_cast<const ModuleClasses*>(&module) != nullptr) || ...);
-}
-
-bool is_batch_norm(const Module& module) {
-  return is_one_of<torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl,
-                   SyncBatchNormImpl>(module);
 }
 
 /// Goes through a model as torch's _recursive_wrap() does.
