@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/StringUtil.h>
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/process/memory.h>
@@ -83,10 +84,7 @@ std::string info_to_text(const Manifest& manifest) {
 }
 
 std::string shape_text(const TensorRecord& tensor) {
-  std::string text = tensor.dtype + " [";
-  for (size_t i = 0; i < tensor.shape.size(); ++i)
-    text += (i > 0 ? ", " : "") + std::to_string(tensor.shape[i]);
-  text += "]";
+  const std::string text = tensor.dtype + " [" + c10::Join(", ", tensor.shape) + "]";
   if (!tensor.part_of) return text;
   const auto list = [](const std::vector<int64_t>& numbers) { return ordered_json(numbers).dump(); };
   return text + " at " + list(tensor.part_of->offsets) + " of " + list(tensor.part_of->global_shape) +

@@ -7,6 +7,7 @@
 
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <lockstep/base/text/formatted.h>
 #include <lockstep/profiler/event_list.h>
@@ -99,14 +100,9 @@ void set_backward_stacks(std::vector<FunctionEvent>& events) {
 
 /// As Python writes such a list.
 std::string text_of_shapes(const std::vector<std::vector<int64_t>>& shapes) {
-  std::string text = "[";
-  for (const auto& shape : shapes) {
-    if (text.size() > 1) text += ", ";
-    text += "[";
-    for (size_t i = 0; i < shape.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(shape[i]);
-    text += "]";
-  }
-  return text + "]";
+  std::vector<std::string> texts;
+  for (const auto& shape : shapes) texts.push_back("[" + c10::Join(", ", shape) + "]");
+  return "[" + c10::Join(", ", texts) + "]";
 }
 
 // --- the table

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <ATen/ops/empty.h>
+#include <c10/util/StringUtil.h>
 
 #include <lockstep/base/log.h>
 #include <lockstep/device/device.h>
@@ -49,9 +50,7 @@ std::string tuple_of(const std::vector<std::string>& names) {
 }
 
 std::string tuple_of(const std::vector<int64_t>& numbers) {
-  std::string text = "(";
-  for (size_t i = 0; i < numbers.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(numbers[i]);
-  return text + (numbers.size() == 1 ? ",)" : ")");
+  return "(" + c10::Join(", ", numbers) + (numbers.size() == 1 ? ",)" : ")");
 }
 
 std::string list_of(const std::vector<std::string>& names) {
