@@ -63,9 +63,8 @@ class CoordinatorServer::Peer : public EventHandler {
     after_use(fd);
   }
 
-  void send_order(bool asks) {
+  void send_order() {
     order_due_ = true;
-    asks_ = asks_ || asks;
     if (phase_ != Phase::kAgent) return;
     const int fd = tls_->fd();
     flush();
@@ -217,7 +216,6 @@ class CoordinatorServer::Peer : public EventHandler {
       if (out_.empty() && !std::exchange(order_due_, false)) return;
       if (out_.empty()) {
         Order order = server_.coordinator_.order_for(*agent_);
-        order.asks = std::exchange(asks_, false);
         if (order.command == Command::kRun) order.place.store_port = server_.options_.open_port;
         out_ = framed(encode(order));
       }
@@ -238,7 +236,6 @@ class CoordinatorServer::Peer : public EventHandler {
   uint64_t generation_ = 0;
   std::string out_;
   bool order_due_ = false;  // of one whose agent is known
-  bool asks_ = false;
   BootTime second_since_ = {};
   int messages_ = 0;                            // since then
   std::map<AgentId, std::string> reports_due_;  // encoded
@@ -387,7 +384,7 @@ void CoordinatorServer::decide(BootTime now) {
     if (options_.observe && decision.reason != std::exchange(last_reason_, decision.reason))
       options_.observe(decision);
     const bool watched = coordinator_.watched();
-    if (again || decision.asks || watched != std::exchange(watched_, watched)) push_orders(decision.asks);
+    if (again || decision.asks || watched != std::exchange(watched_, watched)) push_orders();
   }
 }
 
@@ -402,8 +399,8 @@ void CoordinatorServer::pass_on(const AgentId& agent, const std::string& report)
   }
 }
 
-void CoordinatorServer::push_orders(bool asks) {
-  for (const auto& connection : agents_) connection->send_order(asks);
+void CoordinatorServer::push_orders() {
+  for (const auto& connection : agents_) connection->send_order();
 }
 
 }  // namespace lockstep::launch

@@ -72,7 +72,7 @@ class CoordinatorServer : public EventHandler {
   class Peer;
   void accept_some(BootTime now);
   void decide(BootTime now);
-  void push_orders(bool asks);
+  void push_orders();
   void pass_on(const AgentId& agent, const std::string& report);
   void drop_closed();
   void begin_stream(Peer& peer);

@@ -28,7 +28,10 @@ void AgentState::receive(const Order& order, BootTime now) {
     return;
   }
   was_refused_ = false;
-  asked_ = asked_ || order.asks;
+  if (order.question > self_.answers) {
+    self_.answers = order.question;
+    asked_ = true;
+  }
   // The answer to a status, which the coordinator got later than it was sent: so it counts this host as alive for
   // longer than the lease lasts.
   if (!lease_valid(now)) lapse();

@@ -53,7 +53,7 @@ class AgentState {
   uint64_t order() const { return self_.order; }
   /// Whether the coordinator's last order is that this host runs no workers for now.
   bool idles() const { return order_ && order_->command == Command::kIdle; }
-  /// Whether the coordinator has asked for a status since the last call.
+  /// Whether the coordinator has asked a new question since the last call, which a status is to answer at once.
   bool take_question() { return std::exchange(asked_, false); }
   /// Whether some host wants this one's reports.
   bool watched() const { return order_ && order_->watched; }

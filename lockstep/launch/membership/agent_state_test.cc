@@ -58,6 +58,20 @@ TEST(AgentState, StartsEachGenerationOnceAndStopsItWhenItIsOver) {
   EXPECT_EQ(agent.obey(agent.order(Command::kRun, 3, 2)), Action::kStart);
 }
 
+TEST(AgentState, AnswersEachQuestionAtOnceAndOnce) {
+  Agent agent;
+  agent.run();
+  EXPECT_FALSE(agent.state.take_question());
+  Order order = agent.order(Command::kRun, 1);
+  for (const uint64_t question : {1, 1, 2}) {
+    order.question = question;
+    const bool is_new = agent.state.status(agent.now).answers < question;
+    EXPECT_EQ(agent.obey(order), Action::kNothing);
+    EXPECT_EQ(agent.state.take_question(), is_new);
+    EXPECT_EQ(agent.state.status(agent.now).answers, question);
+  }
+}
+
 TEST(AgentState, TellsHowItsWorkersEnded) {
   Agent agent;
   agent.run();

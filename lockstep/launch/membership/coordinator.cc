@@ -123,7 +123,7 @@ MembershipDecision Coordinator::advance(BootTime now) {
   switch (decision.action) {
     case MembershipDecision::Action::kWait:
       waiting_for_ = decision.reason;
-      decision.asks = decision.asks && std::exchange(asked_in_, world_.order) != world_.order;  // once
+      decision.asks = decision.asks && std::exchange(question_, world_.order) != world_.order;  // once
       break;
     case MembershipDecision::Action::kStart:
       enter(MembershipPhase::kRunning, decision.reason, now);
@@ -181,6 +181,7 @@ Order Coordinator::order_for(const AgentId& agent) const {
   const Member* member = find(agent);
   Order order = {.job = job_, .number = world_.order, .generation = world_.generation, .reason = reason_};
   if (member != nullptr) order.status_sent_at = member->status.sent_at;
+  order.question = question_;
   order.watched = watched();
   if (world_.phase == MembershipPhase::kEnding) {
     order.command = Command::kEnd;

@@ -35,7 +35,7 @@ class Coordinator {
 
   /// What hosts other than the coordinator's have said of workers that failed, and which hosts were refused; each report once.
   std::vector<std::string> take_reports() { return std::exchange(reports_, {}); }
-  /// What that agent is to do now. `asks` is never set: see MembershipDecision::asks.
+  /// What that agent is to do now.
   Order order_for(const AgentId& agent) const;
   /// Whether some host wants all hosts' reports.
   bool watched() const;
@@ -62,7 +62,7 @@ class Coordinator {
   std::vector<Member> members_;
   std::vector<std::string> reports_;
   std::vector<Place> places_;  // by group rank, of the last generation
-  uint64_t asked_in_ = 0;      // the world's order in which statuses were asked for
+  uint64_t question_ = 0;      // the world's order in which statuses were asked for last
   std::string reason_;         // of the last decision that changed something
   std::string waiting_for_;    // of the last one that did not
   int exit_status_ = 0;

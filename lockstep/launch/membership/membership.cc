@@ -305,10 +305,12 @@ class Judgement {
     const std::string what =
         yielding ? "workers on " + names_of(try_again) + " ask to be started again, and not all others do"
                  : cause_among(failed);
-    // A host that has said something since was not lost before.
+    // A host that answers what was asked after the failure was not lost before. Any other status proves nothing: it may have
+    // been on its way for long, and its host be lost since.
     const Pointers silent = in_world([&](const Member& member) {
       const bool has_failed = std::find(failed.begin(), failed.end(), &member) != failed.end();
-      return !finished(member) && (suspected(member) || (!has_failed && member.heard_at <= first));
+      const bool has_answered = member.status.answers >= world_.order;
+      return !finished(member) && (suspected(member) || (!has_failed && !has_answered));
     });
     if (!silent.empty()) {
       MembershipDecision decision =

@@ -106,7 +106,7 @@ struct MembershipDecision {
   std::vector<AgentId> hosts = {};
   bool counts_as_restart = false;
   int exit_status = 0;
-  bool asks = false;  // with kWait: a status of each host is wanted at once
+  bool asks = false;  // with kWait: of each host a status is wanted at once that answers the question `order`
   BootTime look_again_at = BootTime::max();
 };
 

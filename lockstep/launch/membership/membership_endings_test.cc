@@ -40,6 +40,7 @@ TEST(Membership, RestartsAfterFailuresAsOftenAsAllowed) {
     job.obey({0, 1});
   }
   job.set(0, HostPhase::kFailed);
+  job.answer({1});
   job.pass(seconds(1), {0, 1});
   const MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kEnd);
@@ -72,6 +73,7 @@ TEST(Membership, GivesTheOthersTimeToNoticeAFailureByThemselves) {
   Job job = running_job(options(2, 2), 2);
   job.set(1, HostPhase::kFailed);
   const BootTime failed_at = job.now;
+  job.answer({0});
   job.pass(std::chrono::milliseconds(1), {0, 1});
   MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kWait);
@@ -88,6 +90,7 @@ TEST(Membership, NamesTheCauseOnAnotherHostAndPassesReportsOn) {
   job.say(0).culprit = 1;
   job.say(0).failure = "rank 0 failed first";
   job.set(0, HostPhase::kFailed);
+  job.answer({1, 2});
   job.pass(seconds(1), {0, 1, 2});
   const MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kEnd);
@@ -114,6 +117,24 @@ TEST(Membership, DoesNotBlameAHostForTheLossOfAnother) {
   EXPECT_FALSE(decision.counts_as_restart);
   EXPECT_EQ(job.decide_once().action, Action::kStart);
   EXPECT_EQ(job.coordinator.world().restarts, 0);
+}
+
+TEST(Membership, AStatusThatWasOnItsWayBeforeAFailureDoesNotShowThatItsHostLived) {
+  Job job = running_job(options(1, 2), 2);
+  Status late = job.say(1);
+  job.set(0, HostPhase::kFailed);
+  EXPECT_TRUE(job.decide_once().asks);
+  job.now += std::chrono::milliseconds(300);
+  late.sent_at = 1000;  // before it was asked
+  EXPECT_TRUE(job.coordinator.receive(late, job.now));
+  MembershipDecision decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kWait);
+  EXPECT_EQ(decision.reason, "workers on node-0 have failed; the end of node-1 may be the cause");
+  job.pass(decision.look_again_at - job.now, {0});
+  decision = job.decide_once();
+  EXPECT_EQ(decision.action, Action::kStop);
+  EXPECT_THAT(decision.reason, HasSubstr("no word from node-1"));
+  EXPECT_FALSE(decision.counts_as_restart);
 }
 
 TEST(Membership, EndsWhenAllHaveFinishedAndAllKnow) {
@@ -236,7 +257,7 @@ TEST(Membership, AHostThatAsksToBeStartedAgainHasFailedWhereAnotherHasFinished) 
     Job job = running_job(options(2, 2, restarts), 2);
     job.say(0).exit_status = 75;
     job.set(0, HostPhase::kFailed);
-    job.pass(std::chrono::milliseconds(1), {1});
+    job.answer({1});
     EXPECT_THAT(job.decide_once().reason, HasSubstr("the others are awaited"));
     job.set(1, HostPhase::kFinished);
     EXPECT_EQ(job.decide_once().action, restarts == 0 ? Action::kEnd : Action::kStop);

@@ -155,6 +155,7 @@ TEST(Membership, DoesNotCountAnIdleStatusThatIsOlderThanTheOrderToRun) {
   ASSERT_EQ(job.decide_once().action, Action::kStart);
   job.obey({0});
   job.set(0, HostPhase::kFailed);
+  job.answer({1});
   job.pass(seconds(1), {0, 1});  // node-1 has not yet heard of the generation
   EXPECT_EQ(job.decide_once().action, Action::kStop);
   job.obey({0});

@@ -133,6 +133,7 @@ std::string encode(const Status& status) {
   writer.number(status.leaving);
   writer.number(status.culprit);
   writer.text(shortened(status.failure), kMostTextBytes);
+  writer.number(status.answers);
   writer.number(static_cast<uint8_t>(status.watches));
   return writer.take();
 }
@@ -143,7 +144,7 @@ std::string encode(const Order& order) {
   writer.number(order.number);
   writer.number(order.status_sent_at);
   writer.number(static_cast<uint8_t>(order.command));
-  writer.number(static_cast<uint8_t>(order.asks));
+  writer.number(order.question);
   writer.number(static_cast<uint8_t>(order.watched));
   writer.number(order.place.generation);
   writer.number(order.place.group_rank);
@@ -183,6 +184,7 @@ std::optional<Status> decode_status(std::string_view bytes) {
   status.leaving = reader.number_in(0, 64);
   status.culprit = reader.number_in(-1, kMostRanks);
   status.failure = reader.text(kMostTextBytes);
+  status.answers = reader.number<uint64_t>();
   status.watches = reader.choice(Flag::kYes) == Flag::kYes;
   return reader.complete() ? std::optional(status) : std::nullopt;
 }
@@ -194,7 +196,7 @@ std::optional<Order> decode_order(std::string_view bytes) {
   order.number = reader.number<uint64_t>();
   order.status_sent_at = reader.number<int64_t>();
   order.command = reader.choice(Command::kYield);
-  order.asks = reader.choice(Flag::kYes) == Flag::kYes;
+  order.question = reader.number<uint64_t>();
   order.watched = reader.choice(Flag::kYes) == Flag::kYes;
   order.place.generation = reader.number<uint64_t>();
   order.place.group_rank = reader.number_in(0, kMostRanks);

@@ -40,6 +40,7 @@ struct Status {
       -1;  // with a failure: the rank on another host that is its cause, as its errors say; -1: none
   std::string failure =
       {};                // of `generation`, where a worker has failed by itself: what the host's report says
+  uint64_t answers = 0;  // the last Order::question that it has heard
   bool watches = false;  // wants the reports of all hosts, for a `lockstep top` here looks at the job
 
   bool operator==(const Status&) const = default;
@@ -72,7 +73,7 @@ struct Order {
   uint64_t number = 0;         // grows with each decision; an agent ignores what is older than it has seen
   int64_t status_sent_at = 0;  // of the last status that came
   Command command = Command::kIdle;
-  bool asks = false;        // for a status at once
+  uint64_t question = 0;    // a status that answers it is wanted at once; 0: none is
   bool watched = false;     // some host watches: a Report every second, please
   Place place = {};         // with kRun and kYield
   uint64_t generation = 0;  // the last one that was started, on whichever hosts

@@ -40,6 +40,7 @@ class Job {
   void hear(uint8_t number) {
     Status& status = say(number);
     status.sent_at = ++sent_;
+    status.answers = coordinator.order_for(status.id).question;
     EXPECT_TRUE(coordinator.receive(status, now));
   }
   /// Those agents carry their orders out, and say so.
@@ -67,6 +68,11 @@ class Job {
       now = std::min(until, now + std::chrono::seconds(1));
       for (const uint8_t number : numbers) hear(number);
     }
+  }
+  /// Workers have failed: the coordinator asks the other hosts, and these answer.
+  void answer(std::initializer_list<uint8_t> numbers) {
+    EXPECT_TRUE(decide_once().asks);
+    for (const uint8_t number : numbers) hear(number);
   }
   MembershipDecision decide_once() { return coordinator.advance(now); }
 

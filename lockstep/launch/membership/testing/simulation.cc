@@ -162,9 +162,7 @@ void Simulation::coordinate() {
     const bool waits = decision.action == MembershipDecision::Action::kWait || done_;
     for (const Member& member : coordinator_->members()) {
       if (waits && !decision.asks) break;
-      Order order = coordinator_->order_for(member.status.id);
-      order.asks = decision.asks;
-      send(member.status.id, {}, order);
+      send(member.status.id, {}, coordinator_->order_for(member.status.id));
     }
     if (waits) break;
   }
