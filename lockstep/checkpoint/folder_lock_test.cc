@@ -6,7 +6,6 @@
 #include <fstream>
 #include <functional>
 #include <gmock/gmock.h>
-#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -199,8 +198,7 @@ TEST(FolderLock, IsTakenOverByAProcessOfTheSameNumberOnAHostOfTheSameName) {
   lock->check();
   const auto path = scratch.path() / checkpoint::internal::kLockName;
   // As the next generation's process writes it, in another container.
-  std::ifstream mine(path);
-  std::string text{std::istreambuf_iterator<char>(mine), {}};
+  std::string text = testing::content_of(path);
   const std::string generation = "\"generation\":0";
   ASSERT_THAT(text, HasSubstr(generation));
   text.replace(text.find(generation), generation.size(), "\"generation\":1");
@@ -222,8 +220,7 @@ TEST(FolderLock, ManagerThatWasLeftBehindSavesNothing) {
               std::unique_ptr<FolderLock> lock;
               if (rank == 1) {
                 // Of the job's next generation, which knows what the job is called.
-                std::ifstream lease(folder / checkpoint::internal::kLockName);
-                const std::string text{std::istreambuf_iterator<char>(lease), {}};
+                const std::string text = testing::content_of(folder / checkpoint::internal::kLockName);
                 const std::string key = "\"job\":\"";
                 const size_t begin = text.find(key) + key.size();
                 const std::string job = text.substr(begin, text.find('"', begin) - begin);

@@ -28,8 +28,7 @@ class PythonCheckpoint : public testing::FolderTest {
  protected:
   std::string bytes_of(const StateDict& state) const {
     save_python_checkpoint(state, folder_ / "bytes.pt");
-    std::ifstream file(folder_ / "bytes.pt", std::ios::binary);
-    return {std::istreambuf_iterator<char>(file), {}};
+    return testing::content_of(folder_ / "bytes.pt");
   }
 };
 

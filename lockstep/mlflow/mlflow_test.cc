@@ -3,7 +3,6 @@
 #include <filesystem>
 #include <fstream>
 #include <gmock/gmock.h>
-#include <sstream>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -26,11 +25,7 @@ constexpr const char* kRun = R"({"run":{}})";
 
 class MlflowFiles : public testing::FolderTest {
  protected:
-  std::string content() const {
-    std::ostringstream text;
-    text << std::ifstream(path_, std::ios::binary).rdbuf();
-    return text.str();
-  }
+  std::string content() const { return testing::content_of(path_); }
   static std::vector<std::string> unsent(const Journal& journal) {
     std::vector<std::string> texts;
     for (const auto& line : journal.read(journal.sent(), 1 << 20)) texts.push_back(line.text);

@@ -106,11 +106,6 @@ TEST_F(MetricsWriters, WhatOthersWroteStaysAsItIs) {
   const std::vector<std::string> texts = {
       "note: buy milk",     "a,b\n1,2\n3,4", "{\"step\":7}\n{\"step\":8}",      "[1,2,3]",
       "steps,wall_time\n1", "{\"wall\":1",   "{\"metrics\":{\"accuracy\":0.9}}"};
-  const auto content = [](const std::filesystem::path& path) {
-    std::ostringstream text;
-    text << std::ifstream(path, std::ios::binary).rdbuf();
-    return text.str();
-  };
   for (const std::string& text : texts) {
     const auto path = folder_ / "notes";
     std::ofstream(path, std::ios::binary) << text;
@@ -123,7 +118,7 @@ TEST_F(MetricsWriters, WhatOthersWroteStaysAsItIs) {
     EXPECT_THROW(json.log_metrics({{"loss", 1}}, 1), c10::ValueError) << text;
     EXPECT_THROW(json.resume(1), c10::ValueError) << text;
     EXPECT_THROW(json.finalize("finished"), c10::ValueError) << text;
-    EXPECT_EQ(content(path), text);
+    EXPECT_EQ(testing::content_of(path), text);
   }
 }
 

@@ -2,10 +2,8 @@
 #include <array>
 #include <csignal>
 #include <filesystem>
-#include <fstream>
 #include <gmock/gmock.h>
 #include <limits>
-#include <sstream>
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
@@ -47,9 +45,7 @@ class SummaryWriterTest : public testing::FolderTest {
   int64_t records() const {
     int64_t count = 0;
     for (const auto& path : files()) {
-      std::ostringstream text;
-      text << std::ifstream(path, std::ios::binary).rdbuf();
-      const std::string bytes = text.str();
+      const std::string bytes = testing::content_of(path);
       for (size_t at = 0; at < bytes.size(); ++count) {
         uint64_t length = 0;
         std::memcpy(&length, bytes.data() + at, sizeof length);

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <system_error>
@@ -58,6 +59,12 @@ class TemporaryFolder {
   std::filesystem::path path_;
   bool owned_;
 };
+
+/// All of a file; nothing where it can't be read.
+inline std::string content_of(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
 
 /// The same folder in a test and in its ranks: those that run_ranks() starts with environment().
 class SharedFolder : public TemporaryFolder {

@@ -1,8 +1,6 @@
 // What a Trainer tells: its callbacks, its writers, and which metrics.
 #include <cstdint>
-#include <fstream>
 #include <gmock/gmock.h>
-#include <iterator>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -175,8 +173,7 @@ TEST(Trainer, AProfileShowsTheThreadsThatWrite) {
     checkpoints.wait();
     profile.stop();
     profile.export_chrome_trace(folder.path("trace.json"));
-    std::ifstream file(folder.path("trace.json"));
-    const std::string trace(std::istreambuf_iterator<char>(file), {});
+    const std::string trace = testing::content_of(folder.path("trace.json"));
     EXPECT_THAT(trace, HasSubstr("\"metrics: write\""));
     EXPECT_THAT(trace, HasSubstr("\"checkpoint: write\""));
   });

@@ -1,7 +1,6 @@
 #include <filesystem>
 #include <fstream>
 #include <gmock/gmock.h>
-#include <sstream>
 #include <sys/resource.h>
 
 #include <gtest/gtest.h>
@@ -12,13 +11,10 @@
 namespace lockstep::append_file_test {
 namespace {
 
+using testing::content_of;
+
 class AppendFileTest : public testing::FolderTest {
  protected:
-  std::string read(const std::filesystem::path& path) const {
-    std::ostringstream text;
-    text << std::ifstream(path, std::ios::binary).rdbuf();
-    return text.str();
-  }
   void write(const std::filesystem::path& path, const std::string& text) const {
     std::ofstream(path, std::ios::binary) << text;
   }
@@ -36,7 +32,7 @@ TEST_F(AppendFileTest, MakesFoldersAndContinues) {
   EXPECT_TRUE(file.first_line()->ended);
   EXPECT_TRUE(file.append("2\n"));
   EXPECT_TRUE(file.sync());
-  EXPECT_EQ(read(path), "1\n2\n");
+  EXPECT_EQ(content_of(path), "1\n2\n");
 }
 
 TEST_F(AppendFileTest, CutsOffALineWithoutEndButNoBinaryRecord) {
@@ -49,15 +45,15 @@ TEST_F(AppendFileTest, CutsOffALineWithoutEndButNoBinaryRecord) {
       const auto first = lines.first_line();
       EXPECT_EQ(first.has_value(), !whole.empty() || !partial.empty());
       EXPECT_EQ(first && first->ended, !whole.empty());
-      EXPECT_EQ(read(path), whole + partial) << "it may be another's";
+      EXPECT_EQ(content_of(path), whole + partial) << "it may be another's";
       EXPECT_TRUE(lines.take_over());
       EXPECT_TRUE(lines.append("d\n"));
-      EXPECT_EQ(read(path), whole + "d\n");
+      EXPECT_EQ(content_of(path), whole + "d\n");
       write(path, whole + partial);
       AppendFile binary("test", path, AppendFile::Kind::kBinary);
       EXPECT_TRUE(binary.take_over());
       EXPECT_TRUE(binary.append("d\n"));
-      EXPECT_EQ(read(path), whole + partial + "d\n");
+      EXPECT_EQ(content_of(path), whole + partial + "d\n");
     }
   }
 }
@@ -71,7 +67,7 @@ TEST_F(AppendFileTest, RewritesLines) {
     return line == "change" ? "changed" : std::string(line);
   }));
   EXPECT_TRUE(file.append("new\n"));
-  EXPECT_EQ(read(path), "keep\nchanged\nnew\n");
+  EXPECT_EQ(content_of(path), "keep\nchanged\nnew\n");
   EXPECT_FALSE(std::filesystem::exists(path.string() + ".new"));
 }
 
@@ -104,7 +100,7 @@ TEST_F(AppendFileTest, ADiskThatTakesAPartOfARecordKeepsNoneOfIt) {
   }
   EXPECT_TRUE(file.append("f")) << "the disk was emptied";
   EXPECT_EQ(file.lost(), 2);
-  EXPECT_EQ(read(path), std::string(60000, 'a') + std::string(40000, 'c') + "f");
+  EXPECT_EQ(content_of(path), std::string(60000, 'a') + std::string(40000, 'c') + "f");
   const std::string warnings = ::testing::internal::GetCapturedStderr();
   EXPECT_EQ(std::count(warnings.begin(), warnings.end(), '\n'), 1) << warnings;
   EXPECT_THAT(warnings, ::testing::HasSubstr("test: cannot write to " + path.string() + ": File too large"));
@@ -123,7 +119,7 @@ TEST_F(AppendFileTest, ANameThatCannotBeOpenedIsToldOnceAndTriedAgain) {
   EXPECT_THAT(warnings, ::testing::HasSubstr("Not a directory"));
   std::filesystem::remove(folder_ / "taken");
   EXPECT_TRUE(file.append("3\n"));
-  EXPECT_EQ(read(path), "3\n");
+  EXPECT_EQ(content_of(path), "3\n");
   EXPECT_EQ(file.lost(), 2);
 }
 

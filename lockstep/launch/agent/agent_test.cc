@@ -3,7 +3,6 @@
 #include <cstdlib>
 #include <fcntl.h>
 #include <filesystem>
-#include <fstream>
 #include <gmock/gmock.h>
 #include <map>
 #include <netinet/in.h>
@@ -33,11 +32,6 @@ using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using testing::program_path;
-
-std::string file_content(const std::filesystem::path& path) {
-  std::ifstream file(path);
-  return std::string(std::istreambuf_iterator<char>(file), {});
-}
 
 struct Launcher : testing::ChildProgram {
   explicit Launcher(std::vector<std::string> arguments,
@@ -452,7 +446,7 @@ TEST(Run, OutputGoesOnWhenItsReaderIsGone) {
                          marker + "' | head -1"});
   EXPECT_EQ(launcher.finish(), 0);
   EXPECT_EQ(launcher.out, "line 0\n");
-  EXPECT_EQ(file_content(marker), "finished\n");
+  EXPECT_EQ(testing::content_of(marker), "finished\n");
 }
 
 }  // namespace

@@ -1,5 +1,3 @@
-#include <fstream>
-#include <iterator>
 #include <string>
 #include <vector>
 
@@ -13,10 +11,7 @@ namespace {
 
 struct Copy {
   FilteredCopy of(const std::vector<std::string>& texts) { return {path, texts, "trainer", 2}; }
-  std::string content() const {
-    std::ifstream file(path);
-    return std::string(std::istreambuf_iterator<char>(file), {});
-  }
+  std::string content() const { return testing::content_of(path); }
 
   testing::TemporaryFolder folder;
   std::string path = folder.path("filtered.log");
