@@ -12,6 +12,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/collectives/objects.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
@@ -27,14 +28,7 @@ using testing::message_of;
 using ::testing::Not;
 using testing::run_ranks;
 
-std::vector<int64_t> pids_of_world() {
-  const at::Tensor mine = at::full({1}, static_cast<int64_t>(::getpid()), at::kLong);
-  at::Tensor all = at::empty({get_world_size()}, at::kLong);
-  all_gather_into_tensor(all, mine);
-  return {all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + all.numel()};
-}
-
-std::string name_of(int rank, const std::vector<int64_t>& pids) {
+std::string name_of(int rank, const std::vector<pid_t>& pids) {
   return "rank " + std::to_string(rank) + " (pid " + std::to_string(pids[rank]) + ")";
 }
 
@@ -59,7 +53,7 @@ TEST_P(StoppedRank, IsNamedByAllOthersAndChangesNothingWhenItWakes) {
   const Stop stop = GetParam();
   run_ranks(3, [&stop](int rank) {
     auto world = init_process_group();
-    const auto pids = pids_of_world();
+    const auto pids = all_gather_values(::getpid());
     const auto group = new_group();
     const auto survivors = new_group({0, 1});
     at::Tensor tensor = stop.shared ? empty_shared({stop.numel}).fill_(1) : at::ones({stop.numel});
@@ -77,7 +71,7 @@ TEST_P(StoppedRank, IsNamedByAllOthersAndChangesNothingWhenItWakes) {
     EXPECT_THAT(text, Not(HasSubstr("waiting for " + name_of(1 - rank, pids))));
     tensor.fill_(100);
     barrier(survivors);
-    if (rank == 0) ::kill(static_cast<pid_t>(pids[2]), SIGCONT);
+    if (rank == 0) ::kill(pids[2], SIGCONT);
     barrier();  // rank 2 has done all that it will do in the operation
     EXPECT_TRUE(all_are(tensor, 100)) << "between " << tensor.min() << " and " << tensor.max();
     all_reduce(tensor, ReduceOp::SUM, survivors);
@@ -163,14 +157,14 @@ TEST(AfterAnError, ARankThatFailsByItselfAndGoesOnIsTheCauseForAll) {
 TEST(Timeout, NamesTheRankThatTheLateOneWaitsForInAnotherGroup) {
   run_ranks(3, [](int rank) {
     auto world = init_process_group();
-    const auto pids = pids_of_world();
+    const auto pids = all_gather_values(::getpid());
     const auto first = new_group({0, 1});
     const auto second = new_group({1, 2});
     if (rank == 0) {
       set_timeout(first, 1500ms);
       const auto text = message_of<DistTimeoutError>([&] { barrier(first); });
       EXPECT_THAT(text, AllOf(HasSubstr(name_of(2, pids)), HasSubstr("is stopped")));
-      ::kill(static_cast<pid_t>(pids[2]), SIGCONT);
+      ::kill(pids[2], SIGCONT);
     } else {
       if (rank == 2) failpoint::configure("announce=kill(19)@1");
       barrier(second);
@@ -185,14 +179,14 @@ TEST(Timeout, NamesTheRankThatTheLateOneWaitsForInAnotherGroup) {
 TEST(Timeout, NamesTheRankThatTheLateOneReceivesFrom) {
   run_ranks(3, [](int rank) {
     auto world = init_process_group();
-    const auto pids = pids_of_world();
+    const auto pids = all_gather_values(::getpid());
     const auto group = new_group();
     set_timeout(group, 1500ms);
     at::Tensor tensor = at::ones({4});
     if (rank == 0) {
       EXPECT_THAT(message_of<DistTimeoutError>([&] { barrier(group); }),
                   AllOf(HasSubstr(name_of(2, pids)), HasSubstr("is stopped")));
-      ::kill(static_cast<pid_t>(pids[2]), SIGCONT);
+      ::kill(pids[2], SIGCONT);
     } else if (rank == 1) {
       recv(tensor, 2);  // in the world
     } else {
@@ -206,14 +200,14 @@ TEST(Timeout, NamesTheRankThatTheLateOneReceivesFrom) {
 TEST(Timeout, NamesTheStoppedRankAlsoWhereALowerOneIsLate) {
   run_ranks(3, [](int rank) {
     auto world = init_process_group();
-    const auto pids = pids_of_world();
+    const auto pids = all_gather_values(::getpid());
     const auto group = new_group();
     set_timeout(group, 1500ms);
     at::Tensor tensor = at::ones({4});
     if (rank == 0) {
       EXPECT_THAT(message_of<DistTimeoutError>([&] { barrier(group); }),
                   AllOf(HasSubstr("waiting for " + name_of(2, pids)), HasSubstr("is stopped")));
-      ::kill(static_cast<pid_t>(pids[2]), SIGCONT);
+      ::kill(pids[2], SIGCONT);
       send(tensor, 1);
     } else if (rank == 1) {
       recv(tensor, 0);  // in the world: it is late for the barrier because of rank 0
@@ -228,7 +222,7 @@ TEST(Timeout, OfAReceiveFromAnyRankNamesTheStoppedOneAlsoOnceAnotherHasLeft) {
   run_ranks(4,
             [](int rank) {
               auto world = init_process_group();
-              const auto pids = pids_of_world();
+              const auto pids = all_gather_values(::getpid());
               const auto group = new_group();
               barrier(group);  // all have made it
               set_timeout(group, 1500ms);
@@ -238,7 +232,7 @@ TEST(Timeout, OfAReceiveFromAnyRankNamesTheStoppedOneAlsoOnceAnotherHasLeft) {
                 EXPECT_THAT(
                     message_of<DistTimeoutError>([&] { recv(tensor, {}, group); }),
                     AllOf(HasSubstr("any of ranks 2 and 3"), HasSubstr(name_of(3, pids) + " is stopped")));
-                ::kill(static_cast<pid_t>(pids[3]), SIGCONT);
+                ::kill(pids[3], SIGCONT);
                 send(tensor, 2);
               } else if (rank == 1) {
                 destroy_process_group(group);
@@ -255,7 +249,7 @@ TEST(Timeout, OfAReceiveFromAnyRankNamesTheStoppedOneAlsoOnceAnotherHasLeft) {
 TEST(Timeout, OfASendToARankThatHasGivenUpItsOwnWaitNamesTheStoppedOne) {
   run_ranks(3, [](int rank) {
     auto world = init_process_group();
-    const auto pids = pids_of_world();
+    const auto pids = all_gather_values(::getpid());
     const auto group = new_group();
     barrier(group);  // all have made it
     set_timeout(group, 1500ms);
@@ -265,7 +259,7 @@ TEST(Timeout, OfASendToARankThatHasGivenUpItsOwnWaitNamesTheStoppedOne) {
       EXPECT_THAT(message_of<DistTimeoutError>([&] { send(tensor, 1, group); }),
                   AllOf(HasSubstr("waiting for " + name_of(1, pids)),
                         HasSubstr("and " + name_of(2, pids) + " is stopped")));
-      ::kill(static_cast<pid_t>(pids[2]), SIGCONT);
+      ::kill(pids[2], SIGCONT);
       send(tensor, 1);
     } else if (rank == 1) {
       EXPECT_THAT(message_of<DistTimeoutError>([&] { recv(tensor, 2, group); }),

@@ -12,6 +12,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/collectives/objects.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
@@ -171,9 +172,7 @@ TEST(Failure, StoppedRankIsNamedAtTheTimeout) {
 TEST(Failure, SigstoppedProcessTimesOutAndIsNamed) {
   auto outcomes = run_ranks_collect(2, [](int rank) {
     auto world = init_process_group();
-    at::Tensor mine = at::full({1}, static_cast<int64_t>(::getpid()), at::kLong);
-    std::vector<at::Tensor> pids{at::empty_like(mine), at::empty_like(mine)};
-    all_gather(pids, mine);
+    const auto pids = all_gather_values(::getpid());
     default_group()->getBackend(at::kCPU)->setTimeout(800ms);
     if (rank == 1) failpoint::configure("announce=kill(19)");
     try {
@@ -182,7 +181,7 @@ TEST(Failure, SigstoppedProcessTimesOutAndIsNamed) {
     } catch (const DistTimeoutError& error) {
       EXPECT_THAT(error.what(), HasSubstr(rank == 0 ? "rank 1" : "timed out"));
     }
-    if (rank == 0) ::kill(static_cast<pid_t>(pids[1].item<int64_t>()), SIGCONT);
+    if (rank == 0) ::kill(pids[1], SIGCONT);
   });
   expect_survivors(outcomes);
 }

@@ -16,6 +16,7 @@
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/groups/open_backend.h>
 #include <lockstep/collectives/hosts/cost_model.h>
+#include <lockstep/collectives/objects.h>
 #include <lockstep/rendezvous/rendezvous.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
@@ -283,9 +284,7 @@ TEST_F(Hosts, ARankThatAwaitsTheEndOfAnotherAnswersMeanwhile) {
                   auto world = init_process_group();
                   const auto of_host = new_group({0, 1});
                   const auto over_hosts = new_group({0, 2});
-                  std::vector<at::Tensor> pids(3);
-                  for (at::Tensor& pid : pids) pid = at::empty({1}, at::kLong);
-                  all_gather(pids, at::full({1}, ::getpid(), at::kLong));
+                  const auto pids = all_gather_values(::getpid());
                   barrier();
                   if (rank == 1) {
                     failpoint::configure("notice_end=delay(600000)");  // it takes rank 0 for ended
@@ -302,7 +301,7 @@ TEST_F(Hosts, ARankThatAwaitsTheEndOfAnotherAnswersMeanwhile) {
                     EXPECT_THAT(text, HasSubstr("has closed its connections, and its process goes on"));
                   }
                   barrier(over_hosts);
-                  if (rank == 0) ::kill(static_cast<pid_t>(pids[1].item<int64_t>()), SIGKILL);
+                  if (rank == 0) ::kill(pids[1], SIGKILL);
                 },
                 {.hosts = 2, .environment = {{"LOCKSTEP_HEARTBEAT_TIMEOUT_SEC", "1"}}});
 }

@@ -19,6 +19,7 @@
 #include <lockstep/base/errors.h>
 #include <lockstep/collectives/algorithms/staging.h>
 #include <lockstep/collectives/functional.h>
+#include <lockstep/collectives/objects.h>
 #include <lockstep/collectives/testing/operation_stream.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/rank_server.h>
@@ -91,23 +92,15 @@ class Killer {
   std::thread thread_;
 };
 
-/// The pids of a group's ranks.
-std::vector<int64_t> pids_of(const ProcessGroup& group) {
-  const at::Tensor mine = at::full({1}, static_cast<int64_t>(::getpid()), at::kLong);
-  at::Tensor all = at::empty({get_world_size(group)}, at::kLong);
-  all_gather_into_tensor(all, mine, group);
-  return {all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + all.numel()};
-}
-
 /// An error of a survivor must say which rank died and how.
-void expect_names(const std::string& text, int victim, int64_t pid) {
+void expect_names(const std::string& text, int victim, pid_t pid) {
   EXPECT_THAT(text, HasSubstr("rank " + std::to_string(victim) + " (pid " + std::to_string(pid) + ")"));
   EXPECT_THAT(text, HasSubstr("signal 9"));
   EXPECT_THAT(text, Not(HasSubstr("timed out")));
 }
 
 /// What one kill leaves a survivor with; the world of `ranks` processes is already there.
-void survive(OperationStream& stream, int victim, int64_t pid, const ProcessGroup& survivors) {
+void survive(OperationStream& stream, int victim, pid_t pid, const ProcessGroup& survivors) {
   std::vector<std::string> errors;
   // Sends and receives may fail first, those with the dead one; the others go on until a collective fails.
   while (!stream.collective_failed()) {
@@ -163,7 +156,7 @@ void run_world(int process, std::vector<int> alive, int dying, uint64_t seed, co
   std::vector<int> others = members;
   others.erase(others.begin() + victim);
   const ProcessGroup survivors = new_group(others);
-  const int64_t pid = pids_of({})[static_cast<size_t>(victim)];
+  const pid_t pid = all_gather_values(::getpid())[static_cast<size_t>(victim)];
 
   OperationStream stream({rank, default_group(), members, {}}, seed,
                          "LOCKSTEP_TEST_SEED=" + std::to_string(testing::test_seed()) + ", " +

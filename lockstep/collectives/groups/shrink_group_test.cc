@@ -16,6 +16,7 @@
 #include <lockstep/collectives/groups/internal/group_registry.h>
 #include <lockstep/collectives/groups/open_backend.h>
 #include <lockstep/collectives/groups/testing/survivors.h>
+#include <lockstep/collectives/objects.h>
 #include <lockstep/collectives/testing/random_cases.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
@@ -218,8 +219,7 @@ TEST(ShrinkGroup, AfterAnAbortOrAMismatchAllGoOnInAFreshGroup) {
 TEST(ShrinkGroup, StoppedRankIsListedAndLearnsThatItWasLeftBehind) {
   run_ranks(3, [](int rank) {
     auto world = init_process_group();
-    at::Tensor pids = at::empty({3}, at::kLong);
-    all_gather_into_tensor(pids, at::full({1}, static_cast<int64_t>(::getpid()), at::kLong));
+    const auto pids = all_gather_values(::getpid());
     set_group_timeout(1s);
     if (rank == 1) {
       failpoint::configure("announce=kill(19)@1");
@@ -232,7 +232,7 @@ TEST(ShrinkGroup, StoppedRankIsListedAndLearnsThatItWasLeftBehind) {
     EXPECT_THAT(message_of<DistTimeoutError>([] { barrier(); }), HasSubstr("rank 1"));
     shrink_group({1}, {}, SHRINK_ABORT, {.timeout = 60s});
     expect_whole_world(rank, {0, 2});
-    if (rank == 0) ::kill(static_cast<pid_t>(pids[1].item<int64_t>()), SIGCONT);
+    if (rank == 0) ::kill(pids[1], SIGCONT);
   });
 }
 
