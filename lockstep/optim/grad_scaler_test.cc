@@ -43,11 +43,11 @@ void backward(GradScaler& scaler, const torch::Tensor& parameter, double gradien
   scaler.scale((parameter * gradient).sum()).backward();
 }
 
-bool same_on_all_ranks(double number, const ProcessGroup& group = {}) {
+bool same_on_all_ranks(double number) {
   const auto mine = torch::tensor({number}, at::kDouble);
   auto low = mine.clone(), high = mine.clone();
-  all_reduce(low, ReduceOp::MIN, group);
-  all_reduce(high, ReduceOp::MAX, group);
+  all_reduce(low, ReduceOp::MIN);
+  all_reduce(high, ReduceOp::MAX);
   return low.equal(high);
 }
 

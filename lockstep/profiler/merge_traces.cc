@@ -19,7 +19,6 @@
 namespace lockstep::profiler {
 namespace {
 
-using internal::integer_of;
 using internal::OperationParts;
 using internal::TracedOperation;
 using internal::TraceOrigin;

@@ -16,7 +16,6 @@ namespace {
 
 using fsdp_test::batch;
 using fsdp_test::loss_of;
-using fsdp_test::make_net;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::message_of;

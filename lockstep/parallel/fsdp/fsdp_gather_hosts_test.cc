@@ -14,7 +14,6 @@ namespace {
 
 using fsdp_test::compare;
 namespace nn = torch::nn;
-namespace optim = torch::optim;
 
 class FsdpGatherHosts : public ::testing::Test {
  protected:
