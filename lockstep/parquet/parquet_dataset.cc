@@ -41,17 +41,13 @@ std::vector<std::string> files_at(const std::string& path) {
   return files;
 }
 
-std::vector<std::string> names_of(const arrow::Schema& schema) {
-  return schema.field_names();
-}
-
 /// The numbers of these columns in a file.
 std::vector<int> find_columns(const ParquetFile& file, const std::vector<std::string>& names) {
   std::vector<int> columns;
   for (const std::string& name : names) {
     const auto places = file.schema().GetAllFieldIndices(name);
     TORCH_CHECK_VALUE(!places.empty(), file.path(), " has no column '", name, "'; its columns are ",
-                      quoted_list(names_of(file.schema())));
+                      quoted_list(file.schema().field_names()));
     TORCH_CHECK_VALUE(places.size() == 1, file.path(), " has ", places.size(), " columns that are called '",
                       name, "'; write it with names of their own, or leave them out with .columns");
     columns.push_back(places.front());
@@ -98,7 +94,7 @@ ParquetDataset::Opened::Opened(const std::vector<std::string>& files, const Parq
   for (const std::string& path : files) {
     ParquetFile file(path);
     if (sources.empty()) {
-      if (names->empty()) *names = names_of(file.schema());
+      if (names->empty()) *names = file.schema().field_names();
     } else {
       check_like_first(file, options.columns.empty());
     }
@@ -138,7 +134,7 @@ ParquetDataset::Opened::Opened(const std::vector<std::string>& files, const Parq
 void ParquetDataset::Opened::check_like_first(const ParquetFile& file, bool all_columns) const {
   const ParquetFile& first = sources.front().file;
   if (all_columns) {
-    for (const std::string& name : names_of(file.schema())) {
+    for (const std::string& name : file.schema().field_names()) {
       TORCH_CHECK(first.schema().GetFieldIndex(name) >= 0, file.path(), " has a column '", name, "', which ",
                   first.path(), " has not; name the columns to read in .columns");
     }
