@@ -7,20 +7,19 @@
 // 0; and all_reduce_latency, which times one call of many in a row. The argument is the number of bytes on the
 // larger side of a rank: of all outputs together for a gather, of all inputs for a scatter, of the message for
 // send_recv (a round trip between ranks 2k and 2k+1). peers/gloo_collectives.py measures the same for torch.distributed.
-#include <charconv>
 #include <cmath>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
-#include <system_error>
 #include <vector>
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/host_compression.h>
 #include <lockstep/collectives/process_group.h>
@@ -243,11 +242,10 @@ const std::map<std::string, Case (*)(const Setting&)> kOperations = {
 };
 
 int64_t to_bytes(const std::string& text) {
-  int64_t bytes = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), bytes);
-  TORCH_CHECK_VALUE(error == std::errc() && end == text.data() + text.size() && bytes > 0 && bytes % 4 == 0,
-                    "the size is '", text, "'; it must be a number of bytes, and a multiple of 4");
-  return bytes;
+  const auto bytes = lockstep::parse_number<int64_t>(text);
+  TORCH_CHECK_VALUE(bytes && *bytes > 0 && *bytes % 4 == 0, "the size is '", text,
+                    "'; it must be a number of bytes, and a multiple of 4");
+  return *bytes;
 }
 
 class Collectives {
@@ -286,8 +284,6 @@ class Collectives {
   // Calls in a row, each with fresh data and a look at its result: a clock for each call, and the barrier
   // before it, would weigh as much as what they time. An iteration's time is that of one call.
   Timings measure_latency(const Command& command, int64_t bytes) {
-    TORCH_CHECK_VALUE(bytes > 0 && bytes % 4 == 0, "the size is ", bytes,
-                      " bytes; it must be a multiple of 4");
     const at::Tensor tensor = at::empty({bytes / 4}, at::kFloat);
     float* data = tensor.mutable_data_ptr<float>();
     const auto in_a_row = [&] {

@@ -8,7 +8,6 @@
 //     parquet:1 SAMPLES         rows of a Parquet file, see data_parquet.h; with the component parquet
 // An iteration is one epoch, of persistent workers where there are some. peers/python_data.py measures the
 // same for torch.utils.data.DataLoader. Another source is another entry of kSources.
-#include <charconv>
 #include <functional>
 #include <map>
 #include <memory>
@@ -20,6 +19,7 @@
 #include <ATen/ops/rand.h>
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/data/data_loader.h>
 #include <lockstep/data/datasets/tensor_dataset.h>
 
@@ -88,11 +88,9 @@ std::string names_of_sources() {
 }
 
 int64_t number(const std::string& word, const char* what) {
-  int64_t value = -1;
-  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
-  TORCH_CHECK_VALUE(error == std::errc() && end == word.data() + word.size() && value >= 0, "'", word,
-                    "' is not a number of ", what);
-  return value;
+  const auto value = lockstep::parse_number<int64_t>(word);
+  TORCH_CHECK_VALUE(value && *value >= 0, "'", word, "' is not a number of ", what);
+  return *value;
 }
 
 class Measurements {

@@ -26,6 +26,7 @@
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/files/write_all.h>
 #include <lockstep/base/text/counted.h>
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/base/text/printable.h>
 #include <lockstep/base/unique_fd.h>
 #ifdef LOCKSTEP_CLI_HOSTS
@@ -156,10 +157,8 @@ std::vector<Candidate> find_jobs(HostSampler& sampler) {
 
 bool is_named(const Candidate& job, const std::string& name) {
   if (job.local && job.local->report.job == name) return true;
-  char* end = nullptr;
-  const auto pid = static_cast<pid_t>(std::strtol(name.c_str(), &end, 10));
-  if (end == name.c_str() || *end != '\0') return false;
-  return pid == job.agent || (job.local && job.local->has(pid));
+  const auto pid = parse_number<pid_t>(name);
+  return pid && (*pid == job.agent || (job.local && job.local->has(*pid)));
 }
 
 std::string describe(const Candidate& job) {

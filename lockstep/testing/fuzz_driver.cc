@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <charconv>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -27,6 +26,7 @@
 #include <thread>
 #include <unistd.h>
 
+#include <lockstep/base/text/parse_number.h>
 #include <lockstep/testing/fuzz_driver.h>
 #include <lockstep/testing/fuzz_mutator.h>
 
@@ -94,12 +94,11 @@ struct Options {
 }
 
 uint64_t number_of(const std::string& option, std::string_view text) {
-  uint64_t value = 0;
-  const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || stop != text.data() + text.size() || value > uint64_t{1} << 40) {
+  const auto value = parse_number<uint64_t>(text);
+  if (!value || *value > uint64_t{1} << 40) {
     misuse(option + " is '" + std::string(text) + "'; it takes a whole number");
   }
-  return value;
+  return *value;
 }
 
 Options parse_options(int argc, char** argv) {
