@@ -3,6 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <lockstep/base/ranks.h>
 #include <lockstep/launch/agent/failure_report.h>
 
 namespace lockstep::launch {
@@ -15,16 +16,6 @@ std::string indented(const std::string& text) {
     if (text[i] == '\n' && i + 1 < text.size()) result += "    ";
   }
   if (!result.ends_with('\n')) result += '\n';
-  return result;
-}
-
-std::string list(std::vector<int> ranks) {
-  std::sort(ranks.begin(), ranks.end());
-  std::string result = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    if (i > 0) result += i + 1 == ranks.size() ? " and " : ", ";
-    result += std::to_string(ranks[i]);
-  }
   return result;
 }
 
@@ -110,7 +101,8 @@ std::string failure_report(const std::vector<Ending>& endings, const std::vector
     report << '\n';
   }
   if (!asked.empty())
-    report << "lockstep run: " << list(asked) << (asked.size() == 1 ? " was" : " were") << " then ended\n";
+    report << "lockstep run: " << name_ranks(asked) << (asked.size() == 1 ? " was" : " were")
+           << " then ended\n";
   report << "lockstep run: docs/troubleshooting.md#what-lockstep-run-reports says what to do\n";
   return report.str();
 }

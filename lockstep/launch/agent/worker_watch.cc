@@ -3,6 +3,7 @@
 #include <ctime>
 #include <utility>
 
+#include <lockstep/base/ranks.h>
 #include <lockstep/base/text/format_duration.h>
 #include <lockstep/launch/agent/worker_watch.h>
 
@@ -18,15 +19,6 @@ std::string for_and_since(std::chrono::steady_clock::duration lasted) {
   ::localtime_r(&began, &parts);
   std::strftime(clock.data(), clock.size(), "%H:%M:%S", &parts);
   return "for " + format_duration(seconds) + ", since " + clock.data();
-}
-
-std::string enumerated(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
-    text += std::to_string(ranks[i]);
-  }
-  return text;
 }
 
 }  // namespace
@@ -96,7 +88,7 @@ void WorkerWatch::look_at_awaited(const std::vector<Worker>& workers, Time now,
     // At the second look all that wait for it have said so.
     if (++wait.looks < 2 || wait.told) continue;
     wait.told = true;
-    lines.push_back(enumerated(wait.waiting) + (wait.waiting.size() == 1 ? " has" : " have") +
+    lines.push_back(name_ranks(wait.waiting) + (wait.waiting.size() == 1 ? " has" : " have") +
                     " waited for " + with_host(awaited) + " " + for_and_since(now - wait.since) +
                     (wait.state.empty() ? "" : "; " + wait.state));
   }
