@@ -1,9 +1,9 @@
-#include <sstream>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/StringUtil.h>
 
 #include <lockstep/checkpoint/model_state_dict.h>
 
@@ -11,9 +11,7 @@ namespace lockstep {
 namespace {
 
 std::string shape_of(const at::Tensor& tensor) {
-  std::ostringstream text;
-  text << "torch.Size(" << tensor.sizes() << ")";
-  return text.str();
+  return c10::str("torch.Size(", tensor.sizes(), ")");
 }
 
 /// The state by the model's names, and what is wrong with those.

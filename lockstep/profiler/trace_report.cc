@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <iomanip>
 #include <map>
 #include <ranges>
 #include <sstream>
@@ -11,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/text/counted.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/base/text/json_text.h>
 #include <lockstep/base/text/printable.h>
 #include <lockstep/profiler/internal/held_memory.h>
@@ -37,9 +37,7 @@ constexpr std::array<ReportedPhase, 6> kReported = {
 constexpr size_t kMostOperators = 20;
 
 std::string number(double value, int digits = 2) {
-  std::ostringstream text;
-  text << std::fixed << std::setprecision(digits) << value;
-  return text.str();
+  return formatted("%.*f", digits, value);
 }
 
 std::string signed_number(double value) {

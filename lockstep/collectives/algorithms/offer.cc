@@ -1,6 +1,7 @@
 #include <optional>
-#include <sstream>
 #include <vector>
+
+#include <c10/util/StringUtil.h>
 
 #include <lockstep/collectives/algorithms/offer.h>
 #include <lockstep/collectives/algorithms/staging.h>
@@ -90,10 +91,8 @@ void write_offer(GroupChannel& channel, const Exchange& exchange, uint64_t betwe
 }
 
 std::string describe_sizes(int from, uint64_t given, int to, uint64_t taken) {
-  std::ostringstream text;
-  text << "rank " << from << " sends " << given << " bytes to rank " << to << ", which expects " << taken
-       << "; each pair's split sizes must agree";
-  return text.str();
+  return c10::str("rank ", from, " sends ", given, " bytes to rank ", to, ", which expects ", taken,
+                  "; each pair's split sizes must agree");
 }
 
 }  // namespace lockstep::collectives::internal::algorithms

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include <lockstep/base/text/counted.h>
+#include <lockstep/base/text/formatted.h>
 #include <lockstep/parallel/pipeline/schedule_times.h>
 #include <lockstep/parallel/pipeline/schedule_view.h>
 
@@ -28,9 +29,7 @@ std::string title(PipelineSchedule schedule, const PipelineShape& shape) {
 }
 
 std::string percent(double share) {
-  std::ostringstream text;
-  text << std::fixed << std::setprecision(1) << 100 * share << " %";
-  return text.str();
+  return formatted("%.1f %%", 100 * share);
 }
 
 const char* colour(ComputationType type) {

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include <ATen/core/ivalue.h>
+#include <c10/util/StringUtil.h>
 
 #include <lockstep/base/errors.h>
 #include <lockstep/base/exception_text.h>
@@ -25,9 +26,7 @@ namespace {
 
 std::string describe_kind(const MessageKind& kind) {
   const auto type = static_cast<at::ScalarType>(kind.type);
-  std::ostringstream text;
-  text << kind.bytes / c10::elementSize(type) << " elements of " << c10::toString(type);
-  return text.str();
+  return c10::str(kind.bytes / c10::elementSize(type), " elements of ", c10::toString(type));
 }
 
 }  // namespace

@@ -4,7 +4,6 @@
 #include <map>
 #include <optional>
 #include <set>
-#include <sstream>
 #include <tuple>
 #include <utility>
 
@@ -13,6 +12,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
@@ -47,9 +47,7 @@ std::optional<c10::Device> device_of(const std::vector<PipelineStage>& stages) {
 }
 
 std::string kind_of(const at::Tensor& tensor) {
-  std::ostringstream text;
-  text << tensor.scalar_type() << ' ' << tensor.sizes();
-  return text.str();
+  return c10::str(tensor.scalar_type(), ' ', tensor.sizes());
 }
 
 std::string describe(const PipelineOptions& options, int64_t num_stages) {
