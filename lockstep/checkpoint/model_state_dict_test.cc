@@ -146,7 +146,6 @@ TEST(ModelStateDict, NamesAreMapped) {
                                 {.strict = false, .key_map = {replace_in_keys("second|first", "first")}});
               }),
               HasSubstr("\"first.weight\" and \"second.weight\" both become \"first.weight\" by key_map"));
-  EXPECT_EQ(map_key({add_prefix("a.")}, "b"), "a.b");
   EXPECT_THAT(message_of<c10::ValueError>([] { replace_in_keys("(", ""); }),
               HasSubstr("no regular expression"));
 }

@@ -24,10 +24,6 @@ KeyMap strip_prefix(std::string prefix) {
   };
 }
 
-KeyMap add_prefix(std::string prefix) {
-  return [prefix = std::move(prefix)](const std::string& key) { return std::optional(prefix + key); };
-}
-
 KeyMap rename_keys(std::map<std::string, std::string> new_names) {
   return [new_names = std::move(new_names)](const std::string& key) {
     const auto found = new_names.find(key);

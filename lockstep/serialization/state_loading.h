@@ -23,8 +23,6 @@ using KeyMap = std::function<std::optional<std::string>(const std::string& key)>
 /// Takes `prefix` from the names that have it: strip_prefix("module.") for what Python's
 /// DistributedDataParallel has saved. torch/nn/modules/utils.py, consume_prefix_in_state_dict_if_present.
 KeyMap strip_prefix(std::string prefix);
-/// Puts `prefix` before all names.
-KeyMap add_prefix(std::string prefix);
 /// Names that are in the table get its other name; the others stay.
 KeyMap rename_keys(std::map<std::string, std::string> new_names);
 /// Replaces all matches of a regular expression (ECMAScript's, as std::regex), with $1, $2, … for its groups.
