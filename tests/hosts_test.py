@@ -70,7 +70,7 @@ def test_on_an_address_of_its_own_the_store_listens_at_that_address_only(program
         assert result.status == 0, result.text
 
 
-def as_nobody(programs, rank):
+def as_nobody(programs):
     """The words in front of a command that make it run as user nobody, in a rank of its own."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("to start a process as another user, setpriv and root are needed")
@@ -83,7 +83,7 @@ def as_nobody(programs, rank):
 
 @pytest.mark.parametrize("stranger", [0, 1])
 def test_ranks_of_two_users_are_both_told(programs, stranger):
-    words = as_nobody(programs, stranger)
+    words = as_nobody(programs)
     method = ["--init-method", f"tcp://127.0.0.1:{support.free_port()}", "--world-size", 2, "--timeout", 5]
     children = []
     for rank in range(2):

@@ -23,7 +23,7 @@ def event(rank, name, begin, length):
     return {"ph": "X", "pid": rank, "tid": 1, "name": name, "ts": begin, "dur": length}
 
 
-def test_actions_are_drawn_without_what_they_wait_for(script, tmp_path):
+def test_actions_are_drawn_without_what_they_wait_for(script):
     trace = {"traceEvents": [
         event(0, "ProfilerStep#3", 0, 90), event(0, "PP:0F0", 10, 50),  # an earlier step
         event(0, "ProfilerStep#4", 100, 900), event(1, "ProfilerStep#4", 100, 900),

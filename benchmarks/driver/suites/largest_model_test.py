@@ -56,7 +56,7 @@ def test_a_limit_ends_what_takes_more():
 
 
 @pytest.mark.long
-def test_the_programs_themselves(bin_dir, monkeypatch, tmp_path):
+def test_the_programs_themselves(bin_dir, monkeypatch):
     if not (bin_dir / "large_model").exists():
         pytest.skip("there is no large_model; scripts/bench builds it")
     monkeypatch.setattr(largest_model, "WIDTH", 64)

@@ -109,7 +109,7 @@ def test_without_open_mpi_the_others_are_measured():
     assert "hosts.1gbit.2x2.25MiB.vs_gloo" in answer.figures and not any("mpi" in name for name in answer.series)
 
 
-def test_where_namespaces_are_not_allowed_the_suite_is_left_out(monkeypatch):
+def test_where_namespaces_are_not_allowed_the_suite_is_left_out():
     class Refused(HostsFleet):
         def hosts(self, count, rate):
             raise hosts.NotAllowed("hosts as network namespaces need root")
