@@ -1,6 +1,6 @@
 #include <algorithm>
 #include <atomic>
-#include <ctime>
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -15,6 +15,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/monotonic_ns.h>
 #include <lockstep/base/process/fork_guard.h>
 #include <lockstep/base/world_defaults.h>
 #include <lockstep/flight/internal/observers.h>
@@ -37,17 +38,12 @@ constexpr int64_t kDefaultEntries = 2000;  // as PyTorch's TORCH_FR_BUFFER_SIZE
 constexpr size_t kMaxTensors = 64;         // kept of one side of an operation
 constexpr size_t kMaxError = 4096;         // bytes
 
-int64_t clock_ns(clockid_t clock) {
-  timespec now{};
-  ::clock_gettime(clock, &now);
-  return now.tv_sec * 1'000'000'000 + now.tv_nsec;
-}
-int64_t now_ns() {
-  return clock_ns(CLOCK_MONOTONIC);
+int64_t realtime_ns() {
+  return std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
 /// When the program loaded the library: a record that was written before is of another run.
-const int64_t loaded_ns = clock_ns(CLOCK_REALTIME);
+const int64_t loaded_ns = realtime_ns();
 
 int64_t ring_size() {
   for (const char* name : {"LOCKSTEP_FLIGHT_RECORDS", "TORCH_FR_BUFFER_SIZE"}) {
@@ -180,7 +176,7 @@ class Recorder {
 
 uint64_t Recorder::schedule(const std::shared_ptr<const ObservedGroup>& group,
                             const ObservedOperation& operation) {
-  const int64_t now = now_ns();
+  const int64_t now = monotonic_ns();
   std::lock_guard lock(ring_mutex_);
   const uint64_t id = ++last_id_;
   if (!on()) return id;
@@ -210,7 +206,7 @@ uint64_t Recorder::schedule(const std::shared_ptr<const ObservedGroup>& group,
 
 bool Recorder::advance(uint64_t id, State state, const std::string* error) {
   if (!on()) return true;
-  const int64_t now = now_ns();
+  const int64_t now = monotonic_ns();
   std::lock_guard lock(ring_mutex_);
   Slot& slot = slots_[(id - 1) % slots_.size()];
   if (slot.id != id) return true;
@@ -289,8 +285,8 @@ std::string Recorder::write(const std::string& reason) {
     std::lock_guard lock(ring_mutex_);
     record = snapshot();
     changes = changes_;
-    record.monotonic_ns = now_ns();
-    record.realtime_ns = clock_ns(CLOCK_REALTIME);
+    record.monotonic_ns = monotonic_ns();
+    record.realtime_ns = realtime_ns();
     if (!place_ && last_id_ > before_world_) {
       // Groups used without init_process_group: the place is as the last of them says.
       const ObservedGroup& group = *slots_[(last_id_ - 1) % slots_.size()].group;
@@ -323,7 +319,7 @@ std::string Recorder::dump(const std::string& reason, bool forced) {
     if (!joined_ && last_id_ == before_world_) return {};  // nothing happened here, as in a forked child
     if (!forced && !path_.empty() && written_ == changes_) return path_;
   }
-  const int64_t now = now_ns();
+  const int64_t now = monotonic_ns();
   if (limit_.wait_ns(now) > 0 && !forced) {
     owed_ = reason;
     SignalWatcher::wake();
@@ -354,7 +350,7 @@ void Recorder::serve(bool signalled) {
     {
       std::lock_guard lock(file_mutex_);
       owed = owed_;
-      wait_ns = limit_.wait_ns(now_ns());
+      wait_ns = limit_.wait_ns(monotonic_ns());
     }
     if (!signalled && owed.empty()) return;
     if (wait_ns == 0) {

@@ -1,5 +1,4 @@
-#include <chrono>
-
+#include <lockstep/base/monotonic_ns.h>
 #include <lockstep/transport/host/wait_record.h>
 
 namespace lockstep::transport {
@@ -12,9 +11,7 @@ constexpr int kCauseBits = kRankBits + 1;
 constexpr uint64_t kRecentMilliseconds = 2000;
 
 uint64_t steady_milliseconds() {
-  using std::chrono::milliseconds;
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return static_cast<uint64_t>(std::chrono::duration_cast<milliseconds>(now).count());
+  return static_cast<uint64_t>(monotonic_ns() / 1'000'000);
 }
 
 }  // namespace
