@@ -32,8 +32,6 @@ struct Checksum::State {
 };
 
 Checksum::Checksum() : state_(std::make_unique<State>()) {}
-Checksum::Checksum(Checksum&&) noexcept = default;
-Checksum& Checksum::operator=(Checksum&&) noexcept = default;
 Checksum::~Checksum() = default;
 
 void Checksum::update(const void* data, size_t bytes) {

@@ -12,8 +12,6 @@ namespace lockstep::checkpoint::internal {
 class Checksum {
  public:
   Checksum();
-  Checksum(Checksum&&) noexcept;
-  Checksum& operator=(Checksum&&) noexcept;
   ~Checksum();
 
   void update(const void* data, size_t bytes);

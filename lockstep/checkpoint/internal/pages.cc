@@ -20,21 +20,6 @@ Pages::Pages(size_t bytes) {
   reserve(bytes);
 }
 
-Pages::Pages(Pages&& other) noexcept
-    : locked_for_(std::exchange(other.locked_for_, {})),
-      data_(std::exchange(other.data_, nullptr)),
-      size_(std::exchange(other.size_, 0)) {}
-
-Pages& Pages::operator=(Pages&& other) noexcept {
-  if (this != &other) {
-    release();
-    locked_for_ = std::exchange(other.locked_for_, {});
-    data_ = std::exchange(other.data_, nullptr);
-    size_ = std::exchange(other.size_, 0);
-  }
-  return *this;
-}
-
 Pages::~Pages() {
   release();
 }

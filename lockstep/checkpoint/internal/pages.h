@@ -8,14 +8,14 @@
 namespace lockstep::checkpoint::internal {
 
 /// Memory for many bytes at once, in huge pages where the kernel has some: a gigabyte of small pages costs a
-/// fifth of a second for their first touch alone. Movable. Not thread-safe.
+/// fifth of a second for their first touch alone. Not thread-safe.
 class Pages {
  public:
   Pages() = default;
   /// Throws c10::OutOfMemoryError.
   explicit Pages(size_t bytes);
-  Pages(Pages&& other) noexcept;
-  Pages& operator=(Pages&& other) noexcept;
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
   ~Pages();
 
   /// Has at least so many bytes from now on; what was in it is lost if they are more than before.
