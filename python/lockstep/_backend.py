@@ -22,7 +22,8 @@ _ended_by_exception = False
 def create(store, rank, size, timeout, group_name="", global_ranks=(), between_hosts="none", stands_in_for_gloo=False):
     """The engine of one process group of `size` ranks, which meet in `store`; collective. See _C.open_backend."""
     _watch_excepthook()
-    backend = _C.open_backend(store, rank, size, timeout, group_name, list(global_ranks), between_hosts, stands_in_for_gloo)
+    backend = _C.open_backend(_stores.of_this_meeting(store), rank, size, timeout, group_name, list(global_ranks),
+                              between_hosts, stands_in_for_gloo)
     _ddp.install()
     return backend
 

@@ -6,6 +6,8 @@
   that the program chose nothing listens, and all ranks would wait there for the whole timeout. `lockstep run` says in
   LOCKSTEP_AGENT_STORE, "HOST:PORT/RUN_ID", where its store is, and torchrun in the variables with which the process was
   started; rank 0 serves one at any other port.
+- The launcher's store outlives the groups of its workers. A rank that initialises again finds nothing of its earlier groups
+  there, as all ranks then do so: see of_this_meeting().
 - What is wrong with the address, the port or the file is an error in the end, also where torch would read for ever.
 """
 
@@ -14,10 +16,13 @@ import os
 import pathlib
 from urllib.parse import urlparse
 
+from torch.distributed import PrefixStore
+
 from lockstep import _C
 
 rendezvous = importlib.import_module("torch.distributed.rendezvous")  # torch.distributed.rendezvous is its function
 _torchs_meeting_at_file = rendezvous._file_rendezvous_handler
+_meetings_at_agent = 0  # of this process
 
 
 def _variables_at_start():
@@ -53,10 +58,18 @@ def _create_tcp_store(hostname, port, rank, world_size, timeout, use_libuv=True)
         raise ValueError(f"port must have value from 0 to 65535 but was {port}.")
     agent = _agent_place(hostname, port) if rendezvous._torchelastic_use_agent_store() else None
     if agent is not None:
+        global _meetings_at_agent
+        _meetings_at_agent += 1
         return _C.join_tcp_store(*agent, "the launcher's agent", rank, timeout)
     if rank == 0:
         return _C.serve_tcp_store(hostname, port, world_size, use_libuv, timeout)
     return _C.join_tcp_store(hostname, port, "rank 0", rank, timeout)
+
+
+def of_this_meeting(store):
+    """The store of a group with keys that the groups of earlier meetings at the launcher's store did not have. torch itself
+    names groups anew after destroy_process_group() as it did before."""
+    return PrefixStore(f"lockstep/meeting_{_meetings_at_agent}", store) if _meetings_at_agent > 1 else store
 
 
 def _meet_at_file(url, timeout=rendezvous.default_pg_timeout, **named):

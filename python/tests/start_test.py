@@ -23,23 +23,27 @@ def run_init(rank, world, place):
     if BACKEND == "lockstep":
         import lockstep  # noqa: F401
     where = {} if place == "env://" else {"rank": rank, "world_size": world}
-    for _ in range(2 if place == "env://" else 1):  # a destroyed group can be made again
-        dist.init_process_group(BACKEND, init_method=place, **where)
-        total = torch.tensor([rank + 1.0])
-        dist.all_reduce(total)
-        assert type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__ == ENGINE
-        assert dist.get_backend() == BACKEND
-        dist.destroy_process_group()
+    dist.init_process_group(BACKEND, init_method=place, **where)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    assert type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__ == ENGINE
+    assert dist.get_backend() == BACKEND
+    dist.destroy_process_group()
     return total.item()
 
 
-def run_init_by_environment(rank, world, port):
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return run_init(rank, world, "env://")
+def run_init_by_environment(rank, world, ports):
+    """A destroyed group can be made again. At another port, for rank 0's store at the first one may still be there."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+    sums = []
+    for port in ports:
+        os.environ["MASTER_PORT"] = str(port)
+        sums.append(run_init(rank, world, "env://"))
+    return sums
 
 
 def test_env():
-    assert run_ranks(run_init_by_environment, 2, free_port(), backend=None) == [3.0, 3.0]
+    assert run_ranks(run_init_by_environment, 2, [free_port(), free_port()], backend=None) == [[3.0, 3.0]] * 2
 
 
 def test_tcp():
@@ -75,6 +79,20 @@ def test_processes_by_hand(tmp_path):
 def test_torchrun():
     arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     assert sorted(run_python(*arguments, START, "env", BACKEND).splitlines()) == LINES
+
+
+@pytest.mark.skipif(BACKEND == "gloo", reason="is about lockstep")
+@pytest.mark.parametrize("launcher", ["lockstep run", "torchrun"])
+def test_groups_can_be_made_again_under(bin_dir, launcher):
+    """Whose store is the same each time."""
+    words = {"lockstep run": [bin_dir / "lockstep", "run", "--no-prefix"],
+             "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]}[launcher]
+    text = run_program(*words, "--nproc-per-node", 3, sys.executable, PROGRAMS / "start_again.py", BACKEND)
+    expected = []
+    for turn in range(3):
+        pair = [turn, (turn + 1) % 3]
+        expected += [f"turn {turn}, rank {rank}: {12.0 if rank in pair else 6.0}" for rank in range(3)]
+    assert sorted(text.splitlines()) == expected
 
 
 @pytest.mark.skipif(BACKEND == "gloo", reason="without `import lockstep` torch waits for the launcher's store")
