@@ -197,15 +197,13 @@ class StoreAllGather {
     // The first one's name may come a moment after its claim; the message does not wait for it.
     const std::string other = store_.check(at("who", rank_)) ? store_.get(at("who", rank_)) : "";
     // Rank 0 closes its store when it has destroyed its group, and others may be here again before.
-    const std::string remedy =
-        other == mine
-            ? "this process has been in an earlier group at this store; initialise again at another "
-              "port, or once rank 0 has destroyed that group, too"
-            : "give every process a rank of its own, let all of them initialise equally often, and "
-              "do not use a store again that an earlier job left behind (delete its file, or choose "
-              "another port)";
     auto conflict = c10::str("rank ", rank_, " of ", world_size_, " is claimed twice, by ",
-                             name_process(other), " and by ", name_process(mine), "; ", remedy);
+                             name_process(other), " and by ", name_process(mine));
+    conflict += other != mine ? "; give every process a rank of its own, let all of them initialise equally "
+                                "often, and do not use a store again that an earlier job left behind (delete "
+                                "its file, or choose another port)"
+                              : "; this process has been in an earlier group at this store; initialise again "
+                                "at another port, or once rank 0 has destroyed that group, too";
     decide(conflict);  // a rank that still waits learns of it
     C10_THROW_ERROR(DistStoreError, conflict);
   }
