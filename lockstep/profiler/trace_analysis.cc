@@ -350,8 +350,8 @@ void note_ranks(const std::vector<FileProfile>& files, TraceAnalysis& analysis) 
   }
   for (const RankProfile& rank : analysis.ranks) steps.insert(rank.steps);
   if (world > static_cast<int64_t>(analysis.ranks.size())) {
-    analysis.notes.push_back("traces of " + std::to_string(analysis.ranks.size()) + " ranks of " +
-                             std::to_string(world) + " are here");
+    analysis.notes.push_back("traces of " + std::to_string(analysis.ranks.size()) + " of " +
+                             std::to_string(world) + " ranks are here");
   }
   if (steps.size() > 1) analysis.notes.push_back("the ranks have recorded unequally many steps");
 }

@@ -264,7 +264,7 @@ TEST(TraceAnalysis, AComparisonHasAllOperatorsAndNotes) {
       describe_difference(analyze_traces(folder.path("before")), analyze_traces(folder.path("after")));
   EXPECT_THAT(text, ContainsRegex("aten::other +100.000 +2.000 +-98.00"));
   EXPECT_THAT(text, ContainsRegex("aten::number1 +2.000 +2.000 +\\+0.00"));
-  EXPECT_THAT(text, HasSubstr("Note: traces of 1 ranks of 2 are here"));
+  EXPECT_THAT(text, HasSubstr("Note: traces of 1 of 2 ranks are here"));
 }
 
 TEST(TraceAnalysis, TellsWhatIsMissing) {
@@ -274,7 +274,7 @@ TEST(TraceAnalysis, TellsWhatIsMissing) {
   trace.write(folder);
   const TraceAnalysis analysis = analyze_traces(folder.path().string());
   EXPECT_THAT(analysis.notes, Contains(HasSubstr("no marks of steps")));
-  EXPECT_THAT(analysis.notes, Contains(HasSubstr("1 ranks of 4")));
+  EXPECT_THAT(analysis.notes, Contains(HasSubstr("1 of 4 ranks")));
   EXPECT_THAT(message_of<c10::ValueError>([&] { analyze_traces(folder.path("none")); }),
               HasSubstr("can't be read"));
 }

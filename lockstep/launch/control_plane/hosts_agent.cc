@@ -250,14 +250,14 @@ std::string read_secret(const std::string& file) {
     secret = *text;
     TORCH_CHECK_VALUE(!secret.empty(), "the file of the secret, ", file, ", is empty");
     TORCH_CHECK_VALUE(secret.size() <= kMostSecretBytes, "the file of the secret, ", file, ", has more than ",
-                      kMostSecretBytes, " bytes; make one: lockstep secret > FILE");
+                      kMostSecretBytes, " bytes; make one: (umask 077; lockstep secret > FILE)");
   }
   const auto is_space = [](char letter) { return std::isspace(static_cast<unsigned char>(letter)) != 0; };
   while (!secret.empty() && is_space(secret.back())) secret.pop_back();
   secret.erase(secret.begin(), std::find_if_not(secret.begin(), secret.end(), is_space));
   TORCH_CHECK_VALUE(secret.empty() || secret.size() >= kLeastSecretBytes, "the job's secret has ",
                     secret.size(),
-                    " characters; make one of 64 that can't be guessed: lockstep secret > FILE");
+                    " characters; make one of 64 that can't be guessed: (umask 077; lockstep secret > FILE)");
   return secret;
 }
 
@@ -275,7 +275,8 @@ int run_on_hosts(HostsOptions options) {
     lines.say(
         "WARNING: there is no secret, so any process that reaches the coordinator's port can take part in "
         "this job "
-        "and change it; make one by `lockstep secret > FILE`, and give it on all hosts by --secret-file "
+        "and change it; make one by `(umask 077; lockstep secret > FILE)`, and give it on all hosts by "
+        "--secret-file "
         "FILE");
   }
   options.membership.reaction_time =

@@ -249,7 +249,9 @@ class Judgement {
     const BootTime until = since + limit;
     if (now_ < until) return wait(text, until);
     return end(
-        1, text + ", " + seconds_text(limit) + (first ? " after the start" : " after the others were lost"));
+        1, text + ", " + seconds_text(limit) +
+               (first ? " after the start (join_timeout)" : " after the others were lost (rejoin_timeout)") +
+               ": the job ends");
   }
 
   /// On which host this rank of the last generation was.

@@ -57,7 +57,8 @@ TEST(Membership, EndsWhenTooFewHaveCome) {
   const MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kEnd);
   EXPECT_EQ(decision.exit_status, 1);
-  EXPECT_EQ(decision.reason, "1 host of at least 2 are here: node-0, 600 s after the start");
+  EXPECT_EQ(decision.reason,
+            "1 host of at least 2 are here: node-0, 600 s after the start (join_timeout): the job ends");
 }
 
 TEST(Membership, CountsRanksOfUnequalHosts) {
