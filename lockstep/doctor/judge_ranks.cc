@@ -6,6 +6,7 @@
 
 #include <lockstep/base/process/cpu_list.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/base/text/counted.h>
 #include <lockstep/base/text/formatted.h>
 #include <lockstep/base/text/parse_number.h>
 #include <lockstep/doctor/internal/median.h>
@@ -186,8 +187,8 @@ void judge_cores(const Ranks& ranks, Findings& findings) {
     quota = std::min(quota, facts->core_quota.value_or(quota));
   }
   const std::string host = ranks.front()->hostname;
-  const std::string text = std::to_string(ranks.size()) + " ranks with " + std::to_string(threads) +
-                           " threads in all on the " + std::to_string(usable.size()) + " cores of " + host;
+  const std::string text = counted(ranks.size(), "rank") + " with " + counted(threads, "thread") +
+                           " in all on the " + counted(usable.size(), "core") + " of " + host;
   if (usable.empty()) {
     findings.push_back(
         warning("cores", "the usable cores of " + host + " are unknown", "mount /proc and /sys"));
