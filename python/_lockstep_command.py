@@ -35,7 +35,7 @@ def main():
     """Replaces this process by the program, with the same arguments; `lockstep sweep` is Python and runs in this one."""
     if not PROGRAM.is_file():
         sys.exit("lockstep: error: this package was built without the command (LOCKSTEP_BUILD_CLI=OFF); "
-                 "do: pip install --force-reinstall ./python in Lockstep's repository")
+                 "do: pip install --force-reinstall --no-deps ./python in Lockstep's repository")
     torch = _torch_folder()
     if _minor_version(torch) != runpy.run_path(str(PACKAGE / "_build.py"))["TORCH_VERSION"]:
         try:

@@ -17,7 +17,7 @@ def check_torch():
     if ".".join(torch.__version__.split(".")[:2]) != TORCH_VERSION:
         raise ImportError(f"lockstep {VERSION} was built for torch {TORCH_VERSION}; this is torch {torch.__version__}: "
                           f"pip install 'torch>={TORCH_VERSION},<{NEXT_TORCH}', or build Lockstep for this one with "
-                          "pip install --force-reinstall ./python in its repository")
+                          "pip install --force-reinstall --no-deps ./python in its repository")
     if not torch.distributed.is_available():
         raise ImportError(f"lockstep {VERSION} needs torch.distributed, which this torch {torch.__version__} was built "
                           "without: install torch from pypi.org or pytorch.org")
