@@ -16,6 +16,7 @@
 #include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/groups/open_backend.h>
 #include <lockstep/collectives/host_compression.h>
+#include <lockstep/flight/recorder.h>
 #include <lockstep/rendezvous/torch_store.h>
 #include <lockstep/transport/host/memory/forked_memory.h>
 
@@ -125,12 +126,19 @@ c10::intrusive_ptr<LockstepBackend> join(const c10::intrusive_ptr<c10d::Store>& 
                                          std::chrono::milliseconds timeout, const std::string& group_name,
                                          std::vector<int> global_ranks, const std::string& between_hosts,
                                          bool stands_in_for_gloo) {
-  return open_backend(store, rank, size,
-                      {.group_name = group_name,
-                       .timeout = timeout,
-                       .global_ranks = std::move(global_ranks),
-                       .between_hosts = compression_of(between_hosts),
-                       .make_subclass = stands_in_for_gloo ? &GlooStandIn::make : nullptr});
+  auto backend = open_backend(store, rank, size,
+                              {.group_name = group_name,
+                               .timeout = timeout,
+                               .global_ranks = std::move(global_ranks),
+                               .between_hosts = compression_of(between_hosts),
+                               .make_subclass = stands_in_for_gloo ? &GlooStandIn::make : nullptr});
+  flight::watch_signal();
+  return backend;
+}
+
+void close_all(bool by_exception) {
+  close_all_backends(by_exception);
+  flight::unwatch_signal();
 }
 
 }  // namespace
@@ -180,7 +188,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("open_file_store", &lockstep::torch_store::open_file, py::arg("path"), py::arg("world_size"),
              py::arg("timeout"), py::call_guard<py::gil_scoped_release>(),
              "See lockstep/rendezvous/torch_store.h.");
-  module.def("close_all_backends", &lockstep::close_all_backends, py::arg("by_exception"),
+  module.def("close_all_backends", &close_all, py::arg("by_exception"),
              py::call_guard<py::gil_scoped_release>(),
              "Ends all groups that are still open, without waiting for peers; aborts them when an exception "
              "ends the program.");
