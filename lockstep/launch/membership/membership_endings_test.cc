@@ -104,17 +104,22 @@ TEST(Membership, NamesTheCauseOnAnotherHostAndPassesReportsOn) {
               ElementsAre("workers on node-1 have failed:\nrank 1 failed first"));
 }
 
-TEST(Membership, DoesNotBlameAHostForTheLossOfAnother) {
-  Job job = running_job(options(1, 2), 2);
-  job.coordinator.disconnected(id(1));
-  job.set(0, HostPhase::kFailed);
+/// Workers of node-0 have failed, and node-1 says nothing more: its loss is awaited, and then all are stopped.
+MembershipDecision stop_after_loss_of_node_1(Job& job) {
   MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kWait);
   EXPECT_EQ(decision.reason, "workers on node-0 have failed; the end of node-1 may be the cause");
   job.pass(decision.look_again_at - job.now, {0});
   decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kStop);
-  EXPECT_FALSE(decision.counts_as_restart);
+  return decision;
+}
+
+TEST(Membership, DoesNotBlameAHostForTheLossOfAnother) {
+  Job job = running_job(options(1, 2), 2);
+  job.coordinator.disconnected(id(1));
+  job.set(0, HostPhase::kFailed);
+  EXPECT_FALSE(stop_after_loss_of_node_1(job).counts_as_restart);
   EXPECT_EQ(job.decide_once().action, Action::kStart);
   EXPECT_EQ(job.coordinator.world().restarts, 0);
 }
@@ -127,12 +132,7 @@ TEST(Membership, AStatusThatWasOnItsWayBeforeAFailureDoesNotShowThatItsHostLived
   job.now += std::chrono::milliseconds(300);
   late.sent_at = 1000;  // before it was asked
   EXPECT_TRUE(job.coordinator.receive(late, job.now));
-  MembershipDecision decision = job.decide_once();
-  EXPECT_EQ(decision.action, Action::kWait);
-  EXPECT_EQ(decision.reason, "workers on node-0 have failed; the end of node-1 may be the cause");
-  job.pass(decision.look_again_at - job.now, {0});
-  decision = job.decide_once();
-  EXPECT_EQ(decision.action, Action::kStop);
+  const MembershipDecision decision = stop_after_loss_of_node_1(job);
   EXPECT_THAT(decision.reason, HasSubstr("no word from node-1"));
   EXPECT_FALSE(decision.counts_as_restart);
 }
