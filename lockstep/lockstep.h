@@ -27,7 +27,7 @@
 #include <lockstep/nn/activation_checkpoint.h>
 #include <lockstep/nn/grad_norm.h>
 #include <lockstep/nn/meta_device_guard.h>
-#include <lockstep/nn/sync_batch_norm.h>
+#include <lockstep/nn/sync_batch_norm/sync_batch_norm.h>
 #include <lockstep/observe/combined_writer.h>
 #include <lockstep/observe/csv_writer.h>
 #include <lockstep/observe/json_lines_writer.h>

@@ -5,7 +5,7 @@
 #include <torch/nn/modules/embedding.h>
 
 #include <lockstep/nn/module_inspection.h>
-#include <lockstep/nn/sync_batch_norm.h>
+#include <lockstep/nn/sync_batch_norm/sync_batch_norm.h>
 
 namespace lockstep {
 

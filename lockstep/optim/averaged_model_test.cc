@@ -6,7 +6,7 @@
 
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/process_group.h>
-#include <lockstep/nn/sync_batch_norm.h>
+#include <lockstep/nn/sync_batch_norm/sync_batch_norm.h>
 #include <lockstep/optim/swa_utils.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/testing/message_of.h>

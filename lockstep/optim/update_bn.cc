@@ -2,7 +2,7 @@
 
 #include <torch/nn/modules/batchnorm.h>
 
-#include <lockstep/nn/sync_batch_norm.h>
+#include <lockstep/nn/sync_batch_norm/sync_batch_norm.h>
 #include <lockstep/optim/update_bn.h>
 
 namespace lockstep::swa_utils::internal {

@@ -2,7 +2,7 @@
 #include <torch/torch.h>
 
 #include <lockstep/collectives/functional.h>
-#include <lockstep/nn/sync_batch_norm.h>
+#include <lockstep/nn/sync_batch_norm/sync_batch_norm.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/tensors.h>

@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/nn/sync_batch_norm.h>
+#include <lockstep/nn/sync_batch_norm/sync_batch_norm.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/parallel/mesh/device_mesh.h>
 #include <lockstep/parallel/pipeline/pipeline_runner.h>

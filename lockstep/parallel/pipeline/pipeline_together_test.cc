@@ -7,7 +7,7 @@
 #include <torch/torch.h>
 
 #include <lockstep/nn/join.h>
-#include <lockstep/nn/sync_batch_norm.h>
+#include <lockstep/nn/sync_batch_norm/sync_batch_norm.h>
 #include <lockstep/optim/grad_scaler.h>
 #include <lockstep/optim/model_averaging.h>
 #include <lockstep/optim/zero_redundancy_optimizer.h>

@@ -1,4 +1,4 @@
-#include <lockstep/nn/sync_batch_norm.h>
+#include <lockstep/nn/sync_batch_norm/sync_batch_norm.h>
 #include <lockstep/parallel/ddp/parity/models.h>
 
 namespace parity {

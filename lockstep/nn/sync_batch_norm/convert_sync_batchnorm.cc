@@ -24,7 +24,7 @@
 #include <torch/library.h>
 
 #include <lockstep/nn/module_inspection.h>
-#include <lockstep/nn/sync_batch_norm.h>
+#include <lockstep/nn/sync_batch_norm/sync_batch_norm.h>
 
 namespace lockstep {
 namespace {

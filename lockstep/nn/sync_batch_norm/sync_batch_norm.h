@@ -5,7 +5,7 @@
 #include <torch/nn/modules/batchnorm.h>
 
 #include <lockstep/collectives/process_group.h>
-#include <lockstep/nn/sync_batch_norm_function.h>
+#include <lockstep/nn/sync_batch_norm/sync_batch_norm_function.h>
 
 namespace lockstep {
 

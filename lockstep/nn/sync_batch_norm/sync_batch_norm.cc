@@ -1,6 +1,6 @@
 #include <ostream>
 
-#include <lockstep/nn/sync_batch_norm.h>
+#include <lockstep/nn/sync_batch_norm/sync_batch_norm.h>
 
 namespace lockstep {
 

@@ -23,7 +23,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <lockstep/collectives/backend/lockstep_backend.h>
-#include <lockstep/nn/sync_batch_norm_function.h>
+#include <lockstep/nn/sync_batch_norm/sync_batch_norm_function.h>
 
 namespace lockstep {
 namespace {

@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <lockstep/nn/sync_batch_norm.h>
+#include <lockstep/nn/sync_batch_norm/sync_batch_norm.h>
 #include <lockstep/nn/testing/fixtures.h>
 #include <lockstep/testing/multi_rank.h>
 #include <lockstep/testing/test_device.h>
