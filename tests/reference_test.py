@@ -278,7 +278,7 @@ def test_the_table_of_headers_says_what_the_common_header_has():
 # Types that a header of the table has for other headers, or behind functions that are in the table.
 UNLISTED = {
     *("PhaseAudience", "PhaseTimes", "PhaseWindow", "TellingAction", "TrainingPhase", "WaitingPhase"),  # training_phases.h
-    *("LoaderProgress", "RoundRobin", "TrialState"),  # of the namespace train
+    *("LoaderProgress", "NoModel", "RoundRobin", "StrategyFor", "TrialState"),  # of the namespace train
     *("ComposedScheduler", "DdpCore", "LambdaScheduler", "LoadProblems", "MapConversion", "NcclGroup", "OverlappedZeroStep"),
     "PreparedLoad",
 }

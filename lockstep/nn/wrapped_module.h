@@ -15,7 +15,7 @@
 
 #include <lockstep/nn/named_tensor.h>
 
-/// What DistributedDataParallel and DataParallel need to know of the models that LibTorch users have:
+/// What the wrappers, PipelineStage and Trainer need to know of the models that LibTorch users have:
 ///
 /// | given                                        | ContainedModule<given>     | kept as `.module`       |
 /// |----------------------------------------------|----------------------------|-------------------------|
@@ -205,6 +205,20 @@ struct WrappedModule<torch::jit::Module> {
   static bool is_training(const Handle& handle) { return handle.is_training(); }
   static Handle clone(const Handle& handle, const std::optional<at::Device>& device = std::nullopt);
 };
+
+namespace internal {
+
+/// The handle of what a wrapper is constructed from: a holder's ptr(), or a copy of what was given.
+template <class Given>
+typename WrappedModule<ContainedModule<Given>>::Handle handle_of(const Given& given) {
+  if constexpr (ModuleHolderOf<Given, ContainedModule<Given>>) {
+    return given.ptr();
+  } else {
+    return given;
+  }
+}
+
+}  // namespace internal
 
 /// forward() and operator() of a wrapper whose arguments and result are the module's own. The wrapper derives from it publicly,
 /// has the module as `module`, and befriends it for

@@ -11,6 +11,7 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include <lockstep/nn/gradient_list.h>
+#include <lockstep/nn/wrapped_module.h>
 #include <lockstep/parallel/ddp/distributed_data_parallel.h>
 #include <lockstep/parallel/fsdp/fully_sharded_data_parallel.h>
 #include <lockstep/parallel/pipeline/pipeline_stage.h>
@@ -77,8 +78,8 @@ class StrategyModel {
       } else {
         TORCH_CHECK_VALUE(
             false,
-            "Trainer: only a torch::nn::Sequential can be cut into a pipeline's stages; give it "
-            "(a holder's ptr()), or a std::vector<PipelineStage> with this rank's stages");
+            "Trainer: only a torch::nn::Sequential can be cut into a pipeline's stages; give it, or a "
+            "std::vector<PipelineStage> with this rank's stages");
       }
     }
     // A tied parameter would be updated once for each of its names.
@@ -130,6 +131,17 @@ class StrategyStages {
 };
 
 namespace train {
+
+/// Stands for a model where something was given that is none.
+struct NoModel {};
+
+/// What a Trainer makes of `Given`, which comes with an optimizer's options.
+template <class Given>
+struct StrategyFor : std::type_identity<NoModel> {};
+template <class Given>
+requires std::derived_from<ContainedModule<Given>, torch::nn::Module>
+struct StrategyFor<Given> : std::type_identity<StrategyModel<ContainedModule<Given>>> {
+};
 
 template <class T>
 inline constexpr bool kIsStrategyModel = false;

@@ -14,6 +14,7 @@
 #include <torch/nn/module.h>
 
 #include <lockstep/base/mix_bits.h>
+#include <lockstep/nn/wrapped_module.h>
 #include <lockstep/parallel/ddp/gradient_accumulation.h>
 #include <lockstep/train/batch_access.h>
 #include <lockstep/train/batch_pieces.h>
@@ -38,10 +39,11 @@ namespace lockstep {
 ///     trainer.train();
 ///
 /// `model`: a DistributedDataParallel, a FullyShardedDataParallel (with the optimizer that it has made), or any
-/// module in a job of one process. Or a plain module in a shared_ptr, and the options of an optimizer, which the
-/// Trainer wraps and makes:
+/// module in a job of one process; as it is, in a shared_ptr, or in a holder (torch::nn::Sequential, any
+/// TORCH_MODULE). Or a plain module in a shared_ptr or a holder, and the options of an optimizer, which the Trainer
+/// wraps and makes:
 ///
-///     lockstep::Trainer trainer(std::make_shared<Net>(), torch::optim::AdamWOptions(1e-3), loader, loss_of,
+///     lockstep::Trainer trainer(net, torch::optim::AdamWOptions(1e-3), loader, loss_of,
 ///                               {.strategy = lockstep::Strategy::fsdp});
 ///
 /// Or a pipeline: a torch::nn::Sequential, which the Trainer cuts by a balance, or the rank's stages of a model
@@ -80,6 +82,11 @@ namespace lockstep {
 /// Failures are thrown as they come; RobustLoop survives some of them. Used by one thread.
 template <class Model, class Loader, class LossFunction>
 class Trainer final : public TrainerCore {
+  static_assert(
+      train::kIsStrategyModel<Model> || std::derived_from<Model, torch::nn::Module>,
+      "Trainer: with an optimizer, the model is a torch::nn::Module: a DistributedDataParallel, a "
+      "FullyShardedDataParallel, or in a job of one process any, also in a std::shared_ptr or a holder");
+
  public:
   using Batch = typename Loader::Batch;
 
@@ -96,13 +103,22 @@ class Trainer final : public TrainerCore {
                       "lockstep::DistributedDataParallel");
     set_up();
   }
-  /// Wraps the module by options.strategy, and makes the optimizer for it.
-  template <class Net, OptimizerDefaults Defaults>
-  requires std::same_as<Model, StrategyModel<Net>> Trainer(std::shared_ptr<Net> net,
-                                                           const Defaults& optimizer, Loader& loader,
-                                                           LossFunction loss_of, TrainerOptions options = {})
-      : Trainer(std::make_shared<Model>(std::move(net), optimizer, options), loader, std::move(loss_of),
-                options) {}
+  /// The same of a module in a shared_ptr or a holder, which must outlive the Trainer.
+  template <class Given>
+  requires std::same_as<Model, ContainedModule<Given>> Trainer(Given& model,
+                                                               torch::optim::Optimizer& optimizer,
+                                                               Loader& loader, LossFunction loss_of,
+                                                               TrainerOptions options = {})
+      : Trainer(module_in(model), optimizer, loader, std::move(loss_of), std::move(options)) {}
+  /// Wraps the module in a shared_ptr or a holder by options.strategy, and makes the optimizer for it.
+  template <class Given, OptimizerDefaults Defaults>
+  requires std::same_as<Model, StrategyModel<ContainedModule<Given>>> Trainer(const Given& net,
+                                                                              const Defaults& optimizer,
+                                                                              Loader& loader,
+                                                                              LossFunction loss_of,
+                                                                              TrainerOptions options = {})
+      : Trainer(std::make_shared<Model>(internal::handle_of(net), optimizer, options), loader,
+                std::move(loss_of), options) {}
   /// Makes a pipeline of this rank's stages, and the optimizer for them. Throws c10::ValueError for what PipelinedModel and
   /// PipelineRunner refuse.
   template <OptimizerDefaults Defaults>
@@ -209,6 +225,13 @@ class Trainer final : public TrainerCore {
         loader_(loader),
         loss_of_(std::move(loss_of)) {
     set_up();
+  }
+
+  template <class Given>
+  static Model& module_in(const Given& given) {
+    const auto handle = internal::handle_of(given);
+    TORCH_CHECK_VALUE(handle != nullptr, "Trainer: the module is empty");
+    return *handle;
   }
 
   void set_up() {
@@ -466,8 +489,28 @@ template <OptimizerDefaults Defaults, class Loader, class LossFunction>
 Trainer(std::vector<PipelineStage>, const Defaults&, Loader&, LossFunction, TrainerOptions = {})
     -> Trainer<StrategyStages, Loader, LossFunction>;
 
-template <class Net, OptimizerDefaults Defaults, class Loader, class LossFunction>
-Trainer(std::shared_ptr<Net>, const Defaults&, Loader&, LossFunction, TrainerOptions = {})
-    -> Trainer<StrategyModel<Net>, Loader, LossFunction>;
+template <class Given, OptimizerDefaults Defaults, class Loader, class LossFunction>
+Trainer(const Given&, const Defaults&, Loader&, LossFunction, TrainerOptions = {})
+    -> Trainer<typename train::StrategyFor<Given>::type, Loader, LossFunction>;
+
+template <class Given, class Loader, class LossFunction>
+requires std::derived_from<ContainedModule<Given>, torch::nn::Module> Trainer(Given&,
+                                                                              torch::optim::Optimizer&,
+                                                                              Loader&, LossFunction,
+                                                                              TrainerOptions = {})
+->Trainer<ContainedModule<Given>, Loader, LossFunction>;
+
+/// One line of error in place of many, where what was given with an optimizer's options is no model.
+template <class Loader, class LossFunction>
+class Trainer<train::NoModel, Loader, LossFunction> {
+ public:
+  template <class Given, class Defaults>
+  Trainer(const Given&, const Defaults&, Loader&, LossFunction, TrainerOptions = {}) {
+    static_assert(
+        std::same_as<Given, train::NoModel>,
+        "Trainer: with an optimizer's options, the model is a torch::nn::Module in a std::shared_ptr or "
+        "a holder (torch::nn::Sequential, any TORCH_MODULE), or a std::vector<PipelineStage>");
+  }
+};
 
 }  // namespace lockstep

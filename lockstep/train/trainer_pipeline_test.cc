@@ -132,7 +132,7 @@ void with_trainer(const Form& form, const Place& place, const TrainerOptions& op
     Trainer trainer(stages, adam, loader, loss, options);
     action(trainer);
   } else {
-    Trainer trainer(model.ptr(), adam, loader, loss, options);
+    Trainer trainer(model, adam, loader, loss, options);
     action(trainer);
   }
 }

@@ -1,9 +1,12 @@
 // The Trainer against loops written by hand.
 #include <algorithm>
+#include <concepts>
 #include <cstdint>
 #include <gmock/gmock.h>
 #include <memory>
 #include <optional>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -241,6 +244,71 @@ TEST(Trainer, ValidationCountsEachSampleOnce) {
     EXPECT_TRUE(model.is_training());
   });
 }
+
+/// SmallNet in a holder, as LibTorch's tutorials declare their modules.
+TORCH_MODULE_IMPL(HeldNet, SmallNet);
+
+/// The weights after an epoch. `with`: an optimizer, or the options of one.
+template <class Given, class With>
+std::vector<torch::Tensor> weights_after_epoch(Given& given, With& with, SmallNet& net) {
+  Loader loader(Points{12}, {.batch_size = 3});
+  Trainer trainer(given, with, loader, loss_of, {.progress_bar = false});
+  trainer.train();
+  EXPECT_EQ(trainer.step(), 4);
+  return copies(net.parameters());
+}
+
+TEST(Trainer, TakesAModuleInAHolder) {
+  const auto expected = [] {
+    SmallNet net;
+    torch::optim::SGD optimizer(net.parameters(), 0.1);
+    return weights_after_epoch(net, optimizer, net);
+  }();
+  const auto in_all_forms = [&] {
+    const torch::optim::SGDOptions options(0.1);
+    HeldNet held;
+    EXPECT_TRUE(equal(weights_after_epoch(held, options, *held), expected));
+    const HeldNet constant;
+    EXPECT_TRUE(equal(weights_after_epoch(constant, options, *constant.ptr()), expected));
+    auto shared = std::make_shared<SmallNet>();
+    EXPECT_TRUE(equal(weights_after_epoch(shared, options, *shared), expected));
+  };
+  in_all_forms();  // without a group, where nothing is wrapped
+  testing::run_ranks(2, [&](int) {
+    auto world = init_process_group();
+    in_all_forms();  // both ranks have the same batches
+  });
+}
+
+TEST(Trainer, TakesAModuleInAHolderWithItsOptimizer) {
+  SmallNet net;
+  torch::optim::SGD plain(net.parameters(), 0.1);
+  const auto expected = weights_after_epoch(net, plain, net);
+  HeldNet held;
+  torch::optim::SGD of_held(held->parameters(), 0.1);
+  EXPECT_TRUE(equal(weights_after_epoch(held, of_held, *held), expected));
+  auto shared = std::make_shared<SmallNet>();
+  torch::optim::SGD of_shared(shared->parameters(), 0.1);
+  EXPECT_TRUE(equal(weights_after_epoch(shared, of_shared, *shared), expected));
+
+  Loader loader(Points{12}, {.batch_size = 3});
+  std::shared_ptr<SmallNet> empty;
+  EXPECT_THAT(message_of<c10::ValueError>([&] { Trainer(empty, plain, loader, loss_of); }),
+              HasSubstr("the module is empty"));
+}
+
+// What is no model is deduced to a class whose constructor says so in one line: NoModel's.
+template <class Given>
+using Deduced = decltype(Trainer(std::declval<Given&>(), torch::optim::SGDOptions(0.1),
+                                 std::declval<Loader&>(), loss_of));
+template <class Model>
+using TrainerOf = Trainer<Model, Loader, std::remove_const_t<decltype(loss_of)>>;
+static_assert(std::same_as<Deduced<HeldNet>, TrainerOf<StrategyModel<SmallNet>>>);
+static_assert(std::same_as<Deduced<std::shared_ptr<SmallNet>>, TrainerOf<StrategyModel<SmallNet>>>);
+static_assert(std::same_as<Deduced<std::vector<PipelineStage>>, TrainerOf<StrategyStages>>);
+static_assert(std::same_as<Deduced<SmallNet>, TrainerOf<train::NoModel>>, "a module by value");
+static_assert(std::same_as<Deduced<torch::nn::AnyModule>, TrainerOf<train::NoModel>>);
+static_assert(std::same_as<Deduced<int>, TrainerOf<train::NoModel>>);
 
 TEST(Trainer, RefusesWhatMakesNoSense) {
   testing::run_ranks(2, [](int) {

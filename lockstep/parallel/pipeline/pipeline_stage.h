@@ -117,22 +117,13 @@ class PipelineStage {
   }
 
   template <class T, class Given>
-  static typename WrappedModule<T>::Handle handle_of(const Given& given) {
-    if constexpr (ModuleHolderOf<Given, T>) {
-      return given.ptr();
-    } else {
-      return given;
-    }
-  }
-
-  template <class T, class Given>
   static Content from_module(const Given& given) {
     using Traits = WrappedModule<T>;
     Content content;
     content.is_module = true;
     if constexpr (requires { given.is_empty(); }) content.is_empty = given.is_empty();  // of a holder
     if (content.is_empty) return content;
-    typename Traits::Handle handle = handle_of<T>(given);
+    typename Traits::Handle handle = internal::handle_of(given);
     content.is_empty = Traits::is_empty(handle);
     if (content.is_empty) return content;
     constexpr bool kIsWrapper = requires(T & module) {
