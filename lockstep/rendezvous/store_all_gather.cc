@@ -3,6 +3,8 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <sstream>
+#include <string>
 #include <thread>
 
 #include <c10/util/Exception.h>
@@ -14,15 +16,19 @@
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/ranks.h>
+#include <lockstep/base/text/printable.h>
 #include <lockstep/rendezvous/internal/text_store.h>
 #include <lockstep/rendezvous/process_watch.h>
+#include <lockstep/rendezvous/protocol_version.h>
 #include <lockstep/rendezvous/store_all_gather.h>
 
 /// Under KEY/ in the store:
 ///   claim/R   how many processes say that they are rank R; more than one is a conflict
 ///   who/R     the process of rank R; empty once it has given up
 ///   data/R    what rank R published; stays when R gives up, so that it does not count as missing
-///   size      the world size, by the first that came; the others must agree
+///   size      "SIZE VERSION WHO": the world size and kProtocolVersion, by the first that came, with which the others
+///             must agree, and who that is and runs what. The same in every version of Lockstep, so that two can say that
+///             they differ
 ///   count     ranks that are present; a rank that gives up takes itself off
 ///   seen/R    rank R has read the outcome, good or bad
 ///   outcome   set once: "complete" by a rank that finds count at world_size (the last to come, or another if
@@ -120,7 +126,7 @@ class StoreAllGather {
     const auto begin = Clock::now();
     claim();
     failpoint::here("meet_claimed");
-    agree_on_size();
+    agree_on_size_and_version();
     store_.set(at("data", rank_), mine);
     present_ = true;
     failpoint::here("meet_published");
@@ -217,13 +223,29 @@ class StoreAllGather {
     }
   }
 
-  void agree_on_size() {
-    auto mine = std::to_string(world_size_);
-    auto first = store_.set_first(prefix_ + "size", mine);
-    if (first == mine) return;
-    auto conflict = c10::str("rank ", rank_, " was started with world size ", mine,
-                             ", but another rank with ", first, "; give all processes the same");
+  void agree_on_size_and_version() {
+    const auto self = c10::str("rank ", rank_, ", process ", own_.pid, " on ", own_.host.hostname, ", runs ",
+                               own_version());
+    std::istringstream first(
+        store_.set_first(prefix_ + "size", c10::str(world_size_, ' ', kProtocolVersion, ' ', self)));
+    std::string size, other;
+    uint32_t version = 0;  // stays so where none is told
+    first >> size >> version >> std::ws;
+    std::getline(first, other);
+    std::string conflict;
+    if (version != kProtocolVersion) {
+      if (other.empty()) other = "another rank runs a Lockstep that does not tell its version";
+      conflict =
+          c10::str(self, ", but ", printable(other, /*most=*/500),
+                   "; they would misread each other: install the same Lockstep on all hosts, and build the "
+                   "program with it");
+    } else if (size != std::to_string(world_size_)) {
+      conflict = c10::str("rank ", rank_, " was started with world size ", world_size_,
+                          ", but another rank with ", printable(size), "; give all processes the same");
+    }
+    if (conflict.empty()) return;
     decide(conflict);
+    store_.set(at("seen", rank_), "1");  // so that rank 0 does not wait for this one
     C10_THROW_ERROR(DistStoreError, conflict);
   }
 

@@ -13,6 +13,7 @@
 
 #include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/process_watch.h>
+#include <lockstep/rendezvous/protocol_version.h>
 #include <lockstep/rendezvous/store_all_gather.h>
 #include <lockstep/testing/fuzz_driver.h>
 
@@ -57,12 +58,16 @@ void parse_process(const std::string& text) {
 }
 
 std::vector<std::string> seeds() {
+  const std::string version = std::to_string(kProtocolVersion);
+  const std::string size = "size=2 " + version + " rank 0\n";
   return {
-      "claim/0=1\nwho/0=process 7 on host\nsize=2\ndata/0=bytes\ncount=1\nseen=0\n",
+      "claim/0=1\nwho/0=process 7 on host\n" + size + "data/0=bytes\ncount=1\nseen=0\n",
       "claim/1=1\nwho/1=process 8 on host\n",
-      "size=3\noutcome=late: rank 1 of 3 did not join\n",
+      "size=3 " + version + " rank 0\noutcome=late: rank 1 of 3 did not join\n",
+      "size=2\n",
+      "size=2 9 rank 0, process 7 on host, runs Lockstep 9.1 (messages of version 9)\n",
       "outcome=complete\ndata/0=bytes\ncount=2\nseen=2\n",
-      "size=2\ncount=0\nclaim/1=0\nseen=0\n",
+      size + "count=0\nclaim/1=0\nseen=0\n",
       "8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c 4026531840/4026531836/4026531837 host-1",
       "8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c 0 pretended",
       "4242 123456 8f14e45f-ceea-467f-9d3b-0d2b5e1f2a3c 4026531840 host-1",

@@ -15,10 +15,12 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/rendezvous/host_identity.h>
 #include <lockstep/rendezvous/internal/sockets.h>
 #include <lockstep/rendezvous/internal/tcp_store.h>
 #include <lockstep/rendezvous/process_stat.h>
 #include <lockstep/rendezvous/process_watch.h>
+#include <lockstep/rendezvous/protocol_version.h>
 #include <lockstep/rendezvous/rendezvous.h>
 #include <lockstep/rendezvous/store_all_gather.h>
 #include <lockstep/testing/message_of.h>
@@ -32,6 +34,7 @@ using namespace std::chrono_literals;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::message_of;
+using ::testing::StartsWith;
 
 /// Runs all-gather on a thread for each of `ranks` and returns what each got: its answer joined by "|", or
 /// the error.
@@ -95,6 +98,34 @@ TEST(StoreAllGather, DifferentWorldSizesFailAll) {
   for (const auto& result : run(store, {0, 1}, {3, 4}, 60s)) {
     EXPECT_THAT(result, AllOf(HasSubstr("store: rank "), HasSubstr("was started with world size ")));
   }
+}
+
+// What a rank of another build writes when it comes first. These bytes stay as they are in every version.
+TEST(StoreAllGather, AnotherVersionFailsAll) {
+  const std::string theirs =
+      "rank 2, process 7 on node-b, runs Lockstep 9.1 (messages of version 4000000000)";
+  for (const auto& [first, other] :
+       {std::pair("3 4000000000 " + theirs, theirs),
+        std::pair(std::string("3"),
+                  std::string("another rank runs a Lockstep that does not tell its version"))}) {
+    c10d::HashStore store;
+    store.set("key/size", {first.begin(), first.end()});
+    for (const auto& result : run(store, {0, 1}, 3, 60s)) {
+      EXPECT_THAT(result,
+                  AllOf(StartsWith("store: rank "), HasSubstr(" on " + this_host().hostname),
+                        HasSubstr("runs " + own_version() + ", but " + other + "; they would misread"),
+                        HasSubstr("install the same Lockstep on all hosts")));
+    }
+  }
+}
+
+TEST(StoreAllGather, SaysWhichVersionItIsOf) {
+  c10d::HashStore store;
+  EXPECT_THAT(run(store, {0}, 2, 1ms).front(), StartsWith("timeout: rank 1 of 2 did not join"));
+  const auto bytes = store.get("key/size");
+  EXPECT_THAT(std::string(bytes.begin(), bytes.end()),
+              AllOf(StartsWith("2 " + std::to_string(kProtocolVersion) + " rank 0, process "),
+                    HasSubstr("runs " + own_version())));
 }
 
 TEST(StoreAllGather, RefusesARankOutsideOfTheWorld) {

@@ -7,6 +7,7 @@
 
 #include <lockstep/launch/control_plane/agent_link.h>
 #include <lockstep/launch/control_plane/greeting.h>
+#include <lockstep/rendezvous/protocol_version.h>
 
 namespace lockstep::launch {
 
@@ -88,7 +89,8 @@ void AgentLink::on_events(int fd, short) {
       return close("the connection was closed before the TLS handshake had ended",
                    ": does something else than a coordinator listen there?");
     return close("the TLS handshake failed",
-                 ": do both sides have the same secret, --rdzv-id and version of Lockstep?");
+                 ": do both sides have the same secret, --rdzv-id and version of Lockstep? This one is " +
+                     own_version());
   }
   loop_.watch(fd, tls_->events(!out_.empty()), *this);
 }

@@ -10,11 +10,13 @@
 
 #include <c10/util/Exception.h>
 
+#include <lockstep/base/text/printable.h>
 #include <lockstep/launch/control_plane/coordinator_server.h>
 #include <lockstep/launch/control_plane/frames.h>
 #include <lockstep/launch/control_plane/greeting.h>
 #include <lockstep/launch/control_plane/plain_connection.h>
 #include <lockstep/launch/control_plane/sockets.h>
+#include <lockstep/rendezvous/protocol_version.h>
 
 namespace lockstep::launch {
 
@@ -135,12 +137,17 @@ class CoordinatorServer::Peer : public EventHandler {
   void after_use(int fd) {
     if (tls_->phase() != TlsConnection::Phase::kClosed) return watch();
     if (phase_ == Phase::kUnknown && tls_->disagreed())
-      server_.say_once(
-          "a connection from " + from_ +
-          " has failed in the TLS handshake; if that is a host of this job, do both have the same "
-          "secret, --rdzv-id and version of Lockstep?");
+      server_.say_once("a connection from " + from_ + " has failed in the TLS handshake; " + why_refused());
     server_.loop_.forget(fd);
     enter(Phase::kClosed);
+  }
+  std::string why_refused() const {
+    if (tls_->other_version().empty()) {
+      return "if that is a host of this job, do both have the same secret, --rdzv-id and version of "
+             "Lockstep?";
+    }
+    return "it says that it is '" + printable(tls_->other_version()) + "', and this coordinator is '" +
+           own_version() + "'; install the same Lockstep on all hosts";
   }
   void watch() { server_.loop_.watch(tls_->fd(), tls_->events(!out_.empty()), *this); }
 

@@ -21,12 +21,14 @@
 #include <lockstep/launch/control_plane/sockets.h>
 #include <lockstep/launch/control_plane/testing/scene.h>
 #include <lockstep/launch/control_plane/tls.h>
+#include <lockstep/rendezvous/protocol_version.h>
 
 namespace lockstep::launch::strangers_test {
 namespace {
 
 using namespace testing;
 using std::chrono::milliseconds;
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -35,15 +37,19 @@ TEST(Strangers, AWrongSecretOrAnotherJobIsNoHandshake) {
   scene.run_world();
   const std::string before = scene.state();
   for (const TlsKey& key : {TlsKey("another secret, as long as the true", "job"), TlsKey(kTestSecret, "jab"),
-                            TlsKey("", ""), TlsKey(kTestSecret, "job", "another release")}) {
+                            TlsKey("", ""), TlsKey(kTestSecret, "job", "Lockstep 9.9\033")}) {
     Client client(scene, key);
     EXPECT_FALSE(client.open());
   }
   scene.agents.push_back(std::make_unique<Scene::Agent>(scene, 3, TlsKey("wrong", "job")));
   scene.until([&] { return !scene.agents.back()->link.trouble().empty(); }, "the agent hears why");
-  EXPECT_THAT(scene.agents.back()->link.trouble(),
-              HasSubstr("have the same secret, --rdzv-id and version of Lockstep?"));
-  EXPECT_THAT(scene.said, ElementsAre(HasSubstr("from 127.0.0.1 has failed in the TLS handshake")));
+  EXPECT_THAT(
+      scene.agents.back()->link.trouble(),
+      HasSubstr("have the same secret, --rdzv-id and version of Lockstep? This one is " + own_version()));
+  EXPECT_THAT(scene.said, ElementsAre(HasSubstr("from 127.0.0.1 has failed in the TLS handshake; if that is"),
+                                      AllOf(HasSubstr("it says that it is 'Lockstep 9.9?'"),
+                                            HasSubstr("this coordinator is '" + own_version()),
+                                            HasSubstr("install the same Lockstep on all hosts"))));
   scene.agents.pop_back();
   scene.expect_unharmed(before);
 }

@@ -9,24 +9,32 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/launch/control_plane/tls.h>
-#include <lockstep/launch/control_plane/watch_greeting.h>
+#include <lockstep/rendezvous/protocol_version.h>
 
 namespace lockstep::launch {
+
+/// What OpenSSL's callbacks get.
+struct PreSharedKey {
+  std::array<uint8_t, 32> bytes = {};
+  std::string identity;  // the version, for an error: the key alone decides
+};
+
 namespace {
 
 constexpr const char* kCipher = "TLS_AES_128_GCM_SHA256";
 constexpr std::array<unsigned char, 2> kCipherId = {0x13, 0x01};
-constexpr std::string_view kIdentity = "lockstep";  // says nothing: the key alone decides
 
-using PreSharedKey = std::array<uint8_t, 32>;
+const PreSharedKey& key_of(SSL* ssl) {
+  return *static_cast<const PreSharedKey*>(SSL_CTX_get_app_data(SSL_get_SSL_CTX(ssl)));
+}
 
 /// What a TLS 1.3 session of this key would be; the caller owns it. Null without memory.
 SSL_SESSION* make_session(SSL* ssl) {
-  const auto* key = static_cast<const PreSharedKey*>(SSL_CTX_get_app_data(SSL_get_SSL_CTX(ssl)));
+  const auto& key = key_of(ssl).bytes;
   SSL_SESSION* session = SSL_SESSION_new();
   const SSL_CIPHER* cipher = SSL_CIPHER_find(ssl, kCipherId.data());
   if (session != nullptr && cipher != nullptr &&
-      SSL_SESSION_set1_master_key(session, key->data(), key->size()) == 1 &&
+      SSL_SESSION_set1_master_key(session, key.data(), key.size()) == 1 &&
       SSL_SESSION_set_cipher(session, cipher) == 1 &&
       SSL_SESSION_set_protocol_version(session, TLS1_3_VERSION) == 1) {
     return session;
@@ -37,14 +45,17 @@ SSL_SESSION* make_session(SSL* ssl) {
 
 int use_key(SSL* ssl, const EVP_MD*, const unsigned char** identity, size_t* size, SSL_SESSION** session) {
   *session = make_session(ssl);
-  *identity = reinterpret_cast<const unsigned char*>(kIdentity.data());
-  *size = kIdentity.size();
+  *identity = reinterpret_cast<const unsigned char*>(key_of(ssl).identity.data());
+  *size = key_of(ssl).identity.size();
   return *session != nullptr ? 1 : 0;
 }
 
 int find_key(SSL* ssl, const unsigned char* identity, size_t size, SSL_SESSION** session) {
-  const bool ours = std::string_view(reinterpret_cast<const char*>(identity), size) == kIdentity;
+  const std::string_view theirs(reinterpret_cast<const char*>(identity), size);
+  const bool ours = theirs == key_of(ssl).identity;
   *session = ours ? make_session(ssl) : nullptr;
+  auto& other_version = *static_cast<std::string*>(SSL_get_app_data(ssl));
+  if (!ours) other_version = theirs;
   return 1;
 }
 
@@ -77,13 +88,14 @@ bool is_end_of_file([[maybe_unused]] unsigned long error) {
 }  // namespace
 
 struct TlsKey::Contexts {
-  Contexts(std::string_view secret, std::string_view job_id, std::string_view release) {
-    const std::string text = "lockstep agents " + std::string(release) + "\n" + std::string(job_id);
+  Contexts(std::string_view secret, std::string_view job_id, std::string_view version) {
+    key.identity = version;
+    const std::string text = "lockstep agents " + key.identity + "\n" + std::string(job_id);
     unsigned size = 0;
-    const bool made =
-        HMAC(EVP_sha256(), secret.data(), static_cast<int>(secret.size()),
-             reinterpret_cast<const unsigned char*>(text.data()), text.size(), key.data(), &size) != nullptr;
-    TORCH_CHECK(made && size == key.size(), "OpenSSL makes no key");
+    const bool made = HMAC(EVP_sha256(), secret.data(), static_cast<int>(secret.size()),
+                           reinterpret_cast<const unsigned char*>(text.data()), text.size(), key.bytes.data(),
+                           &size) != nullptr;
+    TORCH_CHECK(made && size == key.bytes.size(), "OpenSSL makes no key");
     client = make_context(TLS_client_method(), key);
     // A server without the key would have to show a certificate, and none is trusted.
     SSL_CTX_set_verify(client, SSL_VERIFY_PEER, nullptr);
@@ -94,7 +106,7 @@ struct TlsKey::Contexts {
   ~Contexts() {
     SSL_CTX_free(client);
     SSL_CTX_free(server);
-    OPENSSL_cleanse(key.data(), key.size());
+    OPENSSL_cleanse(key.bytes.data(), key.bytes.size());
   }
 
   PreSharedKey key = {};
@@ -102,16 +114,16 @@ struct TlsKey::Contexts {
   SSL_CTX* server = nullptr;
 };
 
-TlsKey::TlsKey(std::string_view secret, std::string_view job_id)
-    : TlsKey(secret, job_id, own_watch_greeting().release) {}
+TlsKey::TlsKey(std::string_view secret, std::string_view job_id) : TlsKey(secret, job_id, own_version()) {}
 
-TlsKey::TlsKey(std::string_view secret, std::string_view job_id, std::string_view release)
-    : contexts_(std::make_shared<const Contexts>(secret, job_id, release)) {}
+TlsKey::TlsKey(std::string_view secret, std::string_view job_id, std::string_view version)
+    : contexts_(std::make_shared<const Contexts>(secret, job_id, version)) {}
 
 TlsConnection::TlsConnection(const TlsKey& key, UniqueFd socket, Side side)
     : socket_(std::move(socket)), key_(key.contexts_), read_wants_(POLLIN), write_wants_(POLLOUT) {
   ssl_ = SSL_new(side == Side::kServer ? key.contexts_->server : key.contexts_->client);
   TORCH_CHECK(ssl_ != nullptr && SSL_set_fd(ssl_, socket_.get()) == 1, "OpenSSL makes no connection");
+  SSL_set_app_data(ssl_, &other_version_);
   if (side == Side::kServer) {
     SSL_set_accept_state(ssl_);
   } else {

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include <lockstep/base/unique_fd.h>
@@ -19,9 +20,9 @@ namespace lockstep::launch {
 class TlsKey {
  public:
   /// The key is made of a job's secret and its id, so that two jobs with one secret do not speak to each other, and of the
-  /// release, so that agents of two releases do not misread each other.
+  /// version, own_version() unless given, so that agents of two versions do not misread each other.
   TlsKey(std::string_view secret, std::string_view job_id);
-  TlsKey(std::string_view secret, std::string_view job_id, std::string_view release);
+  TlsKey(std::string_view secret, std::string_view job_id, std::string_view version);
 
  private:
   friend class TlsConnection;
@@ -42,6 +43,8 @@ class TlsConnection : public Connection {
   Phase phase() const override { return phase_; }
   /// It was closed for what the other end sent, an alert say; otherwise the connection itself ended.
   bool disagreed() const { return disagreed_; }
+  /// Of a server: the version that the other end says it has, where it is not that of the key. Nothing proves it.
+  const std::string& other_version() const { return other_version_; }
   /// The connection is open once both ends have shown that they know the key; it is closed when the other end does not.
   void advance_handshake() override;
   size_t read(std::span<char> buffer) override;
@@ -58,6 +61,7 @@ class TlsConnection : public Connection {
   ssl_st* ssl_ = nullptr;
   Phase phase_ = Phase::kHandshake;
   bool disagreed_ = false;
+  std::string other_version_;  // of find_key()
   short read_wants_;
   short write_wants_;
 };

@@ -5,6 +5,7 @@
 #include <lockstep/base/text/printable.h>
 #include <lockstep/launch/agent/shell_words.h>
 #include <lockstep/launch/control_plane/watch_greeting.h>
+#include <lockstep/rendezvous/protocol_version.h>
 
 namespace lockstep::launch {
 namespace {
@@ -17,7 +18,7 @@ constexpr size_t kMostReleaseBytes = kWatchGreetingBytes - kMagic.size() - kVers
 }  // namespace
 
 WatchGreeting own_watch_greeting() {
-  return {.version = 1, .release = LOCKSTEP_VERSION};
+  return {.version = kProtocolVersion, .release = own_release()};
 }
 
 std::string encode(const WatchGreeting& greeting) {
@@ -44,8 +45,7 @@ std::optional<WatchGreeting> take_watch_greeting(std::string& bytes) {
 
 std::string describe(const WatchGreeting& greeting) {
   if (greeting.version == 0) return "a Lockstep that does not tell its version";
-  return "Lockstep " + printable(greeting.release) + " (messages of version " +
-         std::to_string(greeting.version) + ")";
+  return describe_version(printable(greeting.release), greeting.version);
 }
 
 std::string command_to_watch(pid_t agent) {

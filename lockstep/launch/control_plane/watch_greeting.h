@@ -21,8 +21,7 @@ struct WatchGreeting {
 
 inline constexpr size_t kWatchGreetingBytes = 32;
 
-/// This program's greeting. Its version is to be raised with what another release would misread: the frames, a Report's bytes,
-/// its text.
+/// This program's greeting, with kProtocolVersion.
 WatchGreeting own_watch_greeting();
 
 /// A release's name of more than 20 bytes is cut.

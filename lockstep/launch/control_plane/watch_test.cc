@@ -249,11 +249,12 @@ TEST(JobWatch, SaysThatTheAgentsVersionDiffers) {
   const UniqueFd listener(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   ASSERT_EQ(::bind(listener.get(), address.raw(), address.size), 0);
   ASSERT_EQ(::listen(listener.get(), 4), 0);
-  const std::string greeting = encode({.version = 2, .release = "0.2.0"});
+  const WatchGreeting other = {.version = own_watch_greeting().version + 1, .release = "0.2.0"};
+  const std::string greeting = encode(other);
   const std::string report = framed(encode(Report{.text = "of a release before greetings"}));
   for (const auto& [begin, words] :
-       {std::pair(greeting, "is of Lockstep 0.2.0 (messages of version 2), and"),
-        std::pair(report, "is of a Lockstep that does not tell its version, and")}) {
+       {std::pair(greeting, "is of " + describe(other) + ", and"),
+        std::pair(report, std::string("is of a Lockstep that does not tell its version, and"))}) {
     JobWatch watch = watch_self();
     const OtherRelease agent(listener.get());
     std::vector<Report> reports;
