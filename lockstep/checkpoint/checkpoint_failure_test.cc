@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 #include <gmock/gmock.h>
+#include <optional>
 #include <random>
 #include <sched.h>
 #include <string>
@@ -26,6 +27,8 @@
 #include <lockstep/checkpoint/internal/file_io.h>
 #include <lockstep/checkpoint/testing/scratch.h>
 #include <lockstep/checkpoint/testing/states.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
+#include <lockstep/collectives/functional.h>
 #include <lockstep/testing/message_of.h>
 #include <lockstep/testing/multi_rank.h>
 
@@ -101,6 +104,30 @@ TEST(CheckpointFailure, AMemberKilledFailsTheOthersAndLeavesNothing) {
     EXPECT_EQ(find_latest_checkpoint(scratch.path())->step, 1);
   }
   EXPECT_THAT(scratch.entries(), ElementsAre("files_written", "within_file"));
+}
+
+TEST(CheckpointFailure, ASaveOnOneRankAloneIsNamedInTheErrorsOfAll) {
+  const Scratch scratch;
+  run_ranks(2,
+            [&](int rank) {
+              auto world = init_process_group();
+              // What an operation is for is no part of what must be the same.
+              std::optional<CallSite> site;
+              if (rank == 0) site.emplace("a checkpoint");
+              auto ones = torch::ones({2});
+              all_reduce(ones);
+              EXPECT_EQ(ones[0].item<float>(), 2);
+              site.reset();
+
+              const auto text = message_of<c10::DistBackendError>([&] {
+                if (rank == 0) save_checkpoint(scratch.path() / "alone", training_state(1));
+                barrier();
+              });
+              EXPECT_THAT(text,
+                          HasSubstr("the ranks called different operations: rank 0: all_gather(Long [1]) for "
+                                    "a checkpoint; rank 1: barrier()"));
+            },
+            {.environment = scratch.environment()});
 }
 
 TEST(CheckpointFailure, TheDirectoryOfALivingWriterStays) {

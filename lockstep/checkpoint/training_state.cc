@@ -12,6 +12,7 @@
 #include <lockstep/checkpoint/model_state_dict.h>
 #include <lockstep/checkpoint/rng_state.h>
 #include <lockstep/checkpoint/training_state.h>
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/groups/spread_failure.h>
 #include <lockstep/collectives/objects.h>
 #include <lockstep/optim/optimizer_state_dict.h>
@@ -70,6 +71,7 @@ void append(std::vector<std::string>& to, const std::vector<std::string>& keys) 
 
 /// What other ranks of the group say that fails there; empty if nothing does. Collective.
 std::string failures_of_others(const ProcessGroup& group, const std::string& own) {
+  const CallSite site("a checkpoint");
   const std::vector<std::string> texts = all_gather_values(own, group);
   std::string failures;
   for (size_t rank = 0; rank < texts.size(); ++rank) {

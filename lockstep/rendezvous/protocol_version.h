@@ -9,7 +9,7 @@ namespace lockstep {
 /// those of the agents of `lockstep run`, and what `lockstep top` reads. To be raised with each change of their bytes or
 /// of their meaning, also within a release. Ranks compare it where they meet (store_all_gather()), agents by the key of
 /// their connections, `lockstep top` in its greeting.
-inline constexpr uint32_t kProtocolVersion = 1;
+inline constexpr uint32_t kProtocolVersion = 2;
 
 /// The release of this build: "0.2.0".
 std::string own_release();

@@ -1,3 +1,4 @@
+#include <string_view>
 #include <utility>
 
 #include <c10/util/Exception.h>
@@ -7,6 +8,12 @@
 #include <lockstep/collectives/objects.h>
 
 namespace lockstep::checkpoint::internal {
+namespace {
+
+/// Of kToldPurposes: a save on one rank alone meets whatever the others call.
+constexpr std::string_view kPurpose = "a checkpoint";
+
+}  // namespace
 
 MemberRanks::MemberRanks(ProcessGroup group, bool alone) : group_(std::move(group)) {
   if (!group_ && is_initialized()) group_ = default_group();
@@ -25,6 +32,7 @@ std::chrono::nanoseconds MemberRanks::timeout() const {
 
 std::vector<c10::IValue> MemberRanks::gather(const c10::IValue& object) const {
   if (!talks_) return {object};
+  const CallSite site(kPurpose);
   std::vector<c10::IValue> objects(leads() ? static_cast<size_t>(group_size_) : 0);
   gather_object(object, leads() ? &objects : nullptr, get_global_rank(group_, 0), group_);
   return objects;
@@ -32,6 +40,7 @@ std::vector<c10::IValue> MemberRanks::gather(const c10::IValue& object) const {
 
 c10::IValue MemberRanks::scatter(const std::vector<c10::IValue>& objects) const {
   if (!talks_) return objects.at(0);
+  const CallSite site(kPurpose);
   std::vector<c10::IValue> mine(1);
   scatter_object_list(mine, leads() ? objects : std::vector<c10::IValue>{}, get_global_rank(group_, 0),
                       group_);
@@ -40,6 +49,7 @@ c10::IValue MemberRanks::scatter(const std::vector<c10::IValue>& objects) const 
 
 c10::IValue MemberRanks::broadcast(const c10::IValue& object) const {
   if (!talks_) return object;
+  const CallSite site(kPurpose);
   std::vector<c10::IValue> objects = {object};
   broadcast_object_list(objects, get_global_rank(group_, 0), group_);
   return objects[0];
@@ -47,6 +57,7 @@ c10::IValue MemberRanks::broadcast(const c10::IValue& object) const {
 
 std::vector<c10::IValue> MemberRanks::all_gather(const c10::IValue& object) const {
   if (!talks_) return {object};
+  const CallSite site(kPurpose);
   std::vector<c10::IValue> objects(static_cast<size_t>(group_size_));
   all_gather_object(objects, object, group_);
   return objects;

@@ -14,12 +14,19 @@
 namespace lockstep {
 namespace {
 
+thread_local uint8_t purpose_of_thread = 0;
+
 /// Of one word more.
 uint64_t mix(uint64_t digest, uint64_t word) {
   return mix_bits(digest ^ word);
 }
 
 }  // namespace
+
+void set_purpose(std::string_view purpose) {
+  const auto* const told = std::find(kToldPurposes.begin(), kToldPurposes.end(), purpose);
+  purpose_of_thread = told == kToldPurposes.end() ? 0 : static_cast<uint8_t>(told - kToldPurposes.begin());
+}
 
 const char* to_string(CollectiveKind kind) {
   static constexpr std::array<const char*, 17> kNames = {"barrier",
@@ -44,9 +51,7 @@ const char* to_string(CollectiveKind kind) {
 }
 
 Signature Signature::of(CollectiveKind kind, const at::Tensor& tensor, int root) {
-  Signature signature;
-  signature.kind = kind;
-  signature.dtype = static_cast<uint8_t>(tensor.scalar_type());
+  Signature signature = of_dtype(kind, tensor.scalar_type());
   signature.dims = static_cast<uint8_t>(std::min<int64_t>(tensor.dim(), 255));
   signature.root = root;
   signature.numel = tensor.numel();
@@ -79,6 +84,7 @@ Signature Signature::of_dtype(CollectiveKind kind, at::ScalarType dtype) {
   Signature signature;
   signature.kind = kind;
   signature.dtype = static_cast<uint8_t>(dtype);
+  signature.purpose = purpose_of_thread;
   return signature;
 }
 
@@ -104,6 +110,7 @@ size_t Signature::real_numel() const {
 
 uint64_t Signature::digest() const {
   Signature compared = *this;
+  compared.purpose = 0;
   // As in PyTorch, shapes may differ as long as the counts agree, unless every detail is to be compared. Not those of sparse
   // tensors, to which the indices refer.
   static const bool shapes_too = c10d::debug_level() == c10d::DebugLevel::Detail;
@@ -143,6 +150,7 @@ std::string Signature::describe() const {
     }
   }
   text << ')';
+  if (purpose > 0 && purpose < kToldPurposes.size()) text << " for " << kToldPurposes[purpose];
   return text.str();
 }
 

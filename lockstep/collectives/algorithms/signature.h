@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -38,8 +39,15 @@ enum class CollectiveKind : uint8_t {
 /// "all_reduce", as users call it. Static storage.
 const char* to_string(CollectiveKind kind);
 
-/// The fingerprint of an operation: what must be the same on all ranks, and the shapes for messages. Compared
-/// by a digest of its bytes, so it has no padding and unused parts are zero.
+/// Purposes of operations (see CallSite) that all ranks' errors say where ranks called different operations. Others are in
+/// this rank's flight records alone: a text has no room in an announcement, so a number stands for it there.
+inline constexpr std::array<std::string_view, 2> kToldPurposes = {"", "a checkpoint"};
+
+/// What the operations of this thread are for from now on.
+void set_purpose(std::string_view purpose);
+
+/// The fingerprint of an operation: what must be the same on all ranks, and the shapes and the purpose for messages.
+/// Compared by a digest of its bytes, so it has no padding and unused parts are zero.
 struct Signature {
   static constexpr int kMaxDims = 6;
   static constexpr uint8_t kNoOperation = 255;
@@ -51,10 +59,11 @@ struct Signature {
   int32_t root = -1;  // group rank
   int64_t numel = 0;
   int64_t sizes[kMaxDims] = {};
-  uint64_t more_sizes = 0;     // digest of the sizes beyond kMaxDims, and of the sizes of several tensors
-  uint64_t counts = 0;         // digest of the numbers of elements of several tensors
-  uint32_t sparse_dims = 0;    // of sparse tensors
-  uint16_t premultiplied = 0;  // PREMUL_SUM: 1
+  uint64_t more_sizes = 0;    // digest of the sizes beyond kMaxDims, and of the sizes of several tensors
+  uint64_t counts = 0;        // digest of the numbers of elements of several tensors
+  uint32_t sparse_dims = 0;   // of sparse tensors
+  uint8_t premultiplied = 0;  // PREMUL_SUM: 1
+  uint8_t purpose = 0;        // of kToldPurposes, as the thread that calls of() has it
   /// HostCompression of what travels between hosts; 0 for what is not encoded there, whatever was asked for.
   uint16_t between_hosts = 0;
 
@@ -75,7 +84,7 @@ struct Signature {
   HostCompression compression() const { return static_cast<HostCompression>(between_hosts); }
 
   uint64_t digest() const;
-  /// "all_reduce(SUM, Float [2, 3])"
+  /// "all_reduce(SUM, Float [2, 3])", "broadcast(Long [1], src 0) for a checkpoint"
   std::string describe() const;
 };
 static_assert(sizeof(Signature) == 88 && sizeof(Signature) <= transport::layout::kDetailBytes);

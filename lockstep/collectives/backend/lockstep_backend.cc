@@ -85,9 +85,12 @@ const char* profiling_title(bool is_send, bool from_any, bool as_gloo) {
 CallSite::CallSite(std::string_view purpose, const std::source_location& where)
     : before_(std::exchange(call_site, this)),
       purpose_(purpose.empty() && before_ != nullptr ? before_->purpose_ : purpose),
-      where_(where) {}
+      where_(where) {
+  set_purpose(purpose_);
+}
 CallSite::~CallSite() {
   call_site = before_;
+  set_purpose(before_ == nullptr ? "" : before_->purpose_);
 }
 void CallSite::tell(flight::ObservedOperation& operation) {
   if (call_site == nullptr) return;

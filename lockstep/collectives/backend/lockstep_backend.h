@@ -27,7 +27,7 @@ class StagingArea;
 }  // namespace collectives::internal
 
 /// Where the program is while this object lives in this thread, and what operations are for, which flight records and
-/// traces say. Without a purpose they are for what the one around it says.
+/// traces say, and of kToldPurposes the errors of all ranks. Without a purpose they are for what the one around it says.
 class CallSite {
  public:
   /// `purpose`: lives as long as this object.
