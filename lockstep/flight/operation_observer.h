@@ -24,6 +24,17 @@ struct ObservedGroup {
   std::vector<std::string> hosts = {};  // each member's, in group order; empty: not known
 };
 
+/// Where a call stands in a program's source. The texts live as long as the process.
+struct CodePlace {
+  CodePlace() = default;
+  CodePlace(const std::source_location& where)
+      : file(where.file_name()), function(where.function_name()), line(where.line()) {}
+
+  const char* file = "";  // empty: not known
+  const char* function = "";
+  uint32_t line = 0;
+};
+
 /// What is known about an operation when it is submitted.
 struct ObservedOperation {
   const char* kind = "";  // "all_reduce"; static storage
@@ -36,7 +47,7 @@ struct ObservedOperation {
       nullptr;  // not to be kept beyond the call, but for sizes and dtypes
   const std::vector<at::Tensor>* outputs = nullptr;
   std::chrono::milliseconds timeout{};
-  std::source_location where;
+  CodePlace where;
   std::string_view purpose;   // "DDP bucket 3 of 5"; empty: the caller's own; not to be kept beyond the call
   bool asynchronous = false;  // the caller goes on: that it is pending does not mean that the caller waits
 };
@@ -61,6 +72,9 @@ void attach(std::shared_ptr<OperationObserver> observer);
 void detach(const std::shared_ptr<OperationObserver>& observer);
 
 // What a backend calls.
+
+/// Whether scheduled() keeps or tells what it hears; else a backend need not find it out. Throws as scheduled() does.
+bool is_watching();
 
 /// Tells of a new operation and returns its id, for the functions below; 0, which they ignore, when there is neither a
 /// recorder nor an observer. Throws c10::ValueError at the process's first call when LOCKSTEP_FLIGHT_RECORDS is

@@ -105,7 +105,7 @@ struct Slot {
   int64_t started_ns = 0;
   int64_t ended_ns = 0;
   int64_t timeout_ms = 0;
-  std::source_location where;
+  CodePlace where;
   std::string purpose;
   std::string error;
 };
@@ -250,9 +250,9 @@ RankRecord Recorder::snapshot() const {
                               .ended_ns = slot.ended_ns,
                               .timeout_ms = slot.timeout_ms,
                               .error = slot.error,
-                              .file = slot.where.file_name(),
-                              .line = slot.where.line(),
-                              .function = slot.where.function_name(),
+                              .file = slot.where.file,
+                              .line = slot.where.line,
+                              .function = slot.where.function,
                               .purpose = slot.purpose});
   }
   return record;
@@ -412,9 +412,14 @@ void step(uint64_t id, State state, const std::string* error, const Call& call) 
 
 }  // namespace
 
-uint64_t scheduled(const std::shared_ptr<const ObservedGroup>& group, const ObservedOperation& operation) {
+bool is_watching() {
   Recorder& own = recorder();
-  if (!own.on() && !own.observers().any()) return 0;
+  return own.on() || own.observers().any();
+}
+
+uint64_t scheduled(const std::shared_ptr<const ObservedGroup>& group, const ObservedOperation& operation) {
+  if (!is_watching()) return 0;
+  Recorder& own = recorder();
   const uint64_t id = own.schedule(group, operation);
   own.observers().tell([&](OperationObserver& observer) { observer.scheduled(id, *group, operation); });
   return id;

@@ -20,6 +20,7 @@
 #include <lockstep/rendezvous/torch_store.h>
 #include <lockstep/transport/host/memory/forked_memory.h>
 
+#include "call_places.h"
 #include "gloo_stand_in.h"
 #include "interrupts.h"
 
@@ -151,6 +152,7 @@ PYBIND11_MODULE(_C, module) {
   py::module_::import("torch.distributed");  // registers Backend and Store
   register_errors(module);
   watch_signals();
+  watch_call_places();
 
   py::class_<LockstepBackend, NoGilPointer<LockstepBackend>, c10d::Backend> backend(
       module, "ProcessGroupLockstep",

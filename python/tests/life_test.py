@@ -1,8 +1,6 @@
 """A process's life with the engine: signals while it waits, threads, failures, and its end."""
 
-import json
 import os
-import pathlib
 import re
 import select
 import signal
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from datetime import timedelta
 
 import pytest
@@ -451,33 +448,3 @@ def test_messages_name_ranks_of_the_job():
     said = run_ranks(subgroup_under_gloo, 3, backend="cpu:gloo,cuda:gloo",
                      expect={2: signal.SIGKILL, 1: dist.DistBackendError}, environment={"GLOO_SOCKET_IFNAME": "lo"})
     assert "failed on rank 1 of group" in said[1] and "rank 2 (pid" in said[1]
-
-
-# Flight records
-
-
-def record_on_signal(rank, world_size, folder):
-    """Rank 0 asks itself for a record, and goes on."""
-    os.environ["LOCKSTEP_FLIGHT_DIR"] = folder
-    import lockstep  # noqa: F401
-
-    dist.init_process_group("lockstep", init_method=f"file://{folder}/store", rank=rank, world_size=world_size,
-                            timeout=timedelta(seconds=30))
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        deadline = time.monotonic() + 30
-        while not list(pathlib.Path(folder).rglob("*.json")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-    dist.all_reduce(total)
-    dist.destroy_process_group()
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGUSR1)  # one that comes late does not end the process
-    return total.item()
-
-
-def test_sigusr1_writes_a_flight_record_and_the_program_goes_on(tmp_path):
-    assert run_ranks(record_on_signal, 2, str(tmp_path), backend=None) == [4.0, 4.0]
-    record, = (json.loads(path.read_text()) for path in tmp_path.rglob("*.json"))
-    assert (record["rank"], record["world_size"], record["reason"]) == (0, 2, "SIGUSR1")

@@ -26,6 +26,7 @@ using transport::FailureKind;
 using transport::GroupChannel;
 
 thread_local const CallSite* call_site = nullptr;
+std::atomic<CallSite::Finder> call_finder{nullptr};
 
 /// What devices get to finish their copies when a group ends.
 constexpr std::chrono::seconds kDevicePatience{10};
@@ -93,9 +94,16 @@ CallSite::~CallSite() {
   set_purpose(before_ == nullptr ? "" : before_->purpose_);
 }
 void CallSite::tell(flight::ObservedOperation& operation) {
-  if (call_site == nullptr) return;
+  if (call_site == nullptr) {
+    const Finder find = call_finder.load(std::memory_order_relaxed);
+    if (find != nullptr && flight::is_watching()) operation.where = find();
+    return;
+  }
   operation.where = call_site->where_;
   operation.purpose = call_site->purpose_;
+}
+void CallSite::set_finder(Finder finder) {
+  call_finder.store(finder, std::memory_order_relaxed);
 }
 
 LockstepBackend::LockstepBackend(std::shared_ptr<GroupChannel> channel, Settings settings)
@@ -207,9 +215,10 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
     if (auto interruption = channel->take_interruption())
       throw InterruptedAfterSuccess{std::move(interruption)};
   };
+  flight::ObservedOperation record;
+  CallSite::tell(record);  // here, because the queue numbers operations under its lock
   const auto numbered = [&](uint64_t number) {
     identity->number = number;
-    flight::ObservedOperation record;
     record.kind = lockstep::to_string(signature.kind);
     record.sequence = number;
     record.peer = signature.root;
@@ -219,7 +228,6 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
     record.outputs = &operation.outputs;
     record.timeout = timeout;
     record.asynchronous = operation.asynchronous;
-    CallSite::tell(record);
     identity->record = flight::scheduled(flight_group_, record);
     LOCKSTEP_LOG(kDebug) << "group '" << settings_.name << "' sequence " << number << ": "
                          << signature.describe();

@@ -36,7 +36,13 @@ class CallSite {
   CallSite(const CallSite&) = delete;
   CallSite& operator=(const CallSite&) = delete;
   ~CallSite();
+  /// To be called with no lock held: a finder may wait.
   static void tell(flight::ObservedOperation& operation);
+
+  /// Finds out where the calling thread is, for calls that no CallSite surrounds: those of another language.
+  using Finder = flight::CodePlace (*)();
+  /// One for the process; null for none, as at the start. Thread-safe.
+  static void set_finder(Finder finder);
 
  private:
   const CallSite* before_;

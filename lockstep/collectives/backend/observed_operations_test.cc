@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
+#include <lockstep/collectives/backend/lockstep_backend.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/collectives/process_group.h>
 #include <lockstep/flight/operation_observer.h>
@@ -17,6 +18,7 @@ namespace lockstep::observed_operations_test {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 using ::testing::SizeIs;
 
@@ -27,6 +29,7 @@ class Listener : public flight::OperationObserver {
     bool started = false;
     bool ended = false;
     std::string error = {};
+    flight::CodePlace where = {};
   };
   void scheduled(uint64_t id, const flight::ObservedGroup& group,
                  const flight::ObservedOperation& operation) override {
@@ -38,6 +41,7 @@ class Listener : public flight::OperationObserver {
     }
     heard_[id].what =
         std::string(operation.kind) + " of " + group.name + ": " + std::to_string(bytes) + " bytes";
+    heard_[id].where = operation.where;
   }
   void started(uint64_t id) override {
     std::lock_guard lock(mutex_);
@@ -96,6 +100,58 @@ TEST(ObservedOperations, EndWithTheirError) {
     EXPECT_TRUE(heard[0].ended);
     EXPECT_THAT(heard[0].error, HasSubstr("all_reduce"));
   });
+}
+
+flight::CodePlace place_in_script() {
+  flight::CodePlace place;
+  place.file = "train.py";
+  place.function = "main";
+  place.line = 7;
+  return place;
+}
+
+TEST(ObservedOperations, HaveThePlaceThatAFinderKnowsWhereNoCallSiteIs) {
+  testing::run_ranks(2, [](int rank) {
+    auto world = init_process_group();
+    const auto listener = std::make_shared<Listener>();
+    flight::attach(listener);
+    std::vector<at::Tensor> tensors{at::ones({2})};
+    const auto backend = default_group()->getBackend(at::kCPU);
+    backend->allreduce(tensors)->wait();  // as torch's Python module calls it
+    CallSite::set_finder(&place_in_script);
+    backend->allreduce(tensors)->wait();
+    (rank == 0 ? backend->send(tensors, 1, 0) : backend->recv(tensors, 0, 0))->wait();
+    all_reduce(tensors.front());
+    CallSite::set_finder(nullptr);
+    flight::detach(listener);
+    barrier();
+    const auto heard = listener->heard();
+    ASSERT_THAT(heard, SizeIs(4));
+    EXPECT_STREQ(heard[0].where.file, "");
+    for (const size_t i : {1U, 2U}) {
+      EXPECT_STREQ(heard[i].where.file, "train.py");
+      EXPECT_STREQ(heard[i].where.function, "main");
+      EXPECT_EQ(heard[i].where.line, 7U);
+    }
+    EXPECT_THAT(heard[3].where.file, EndsWith("observed_operations_test.cc"));
+  });
+}
+
+flight::CodePlace unwanted_place() {
+  ADD_FAILURE() << "there is nothing that would keep it";
+  return {};
+}
+
+TEST(ObservedOperations, AskForNoPlaceWhereNothingIsRecorded) {
+  testing::run_ranks(1,
+                     [](int) {
+                       auto world = init_process_group();
+                       CallSite::set_finder(&unwanted_place);
+                       std::vector<at::Tensor> tensors{at::ones({2})};
+                       default_group()->getBackend(at::kCPU)->allreduce(tensors)->wait();
+                       CallSite::set_finder(nullptr);
+                     },
+                     {.environment = {{"LOCKSTEP_FLIGHT_RECORDS", "0"}}});
 }
 
 }  // namespace

@@ -35,10 +35,10 @@ std::string dtype_of(const flight::ObservedOperation& operation) {
   return {};
 }
 
-std::string call_text(const std::source_location& where) {
-  const std::string file = where.file_name();
+std::string call_text(const flight::CodePlace& where) {
+  const std::string file = where.file;
   if (file.empty()) return {};
-  return file.substr(file.rfind('/') + 1) + ":" + std::to_string(where.line());
+  return file.substr(file.rfind('/') + 1) + ":" + std::to_string(where.line);
 }
 
 }  // namespace
