@@ -187,6 +187,11 @@ def explain_failure():
         command = [*compiler, "-std=c++20", "-fsyntax-only", "-x", "c++", "-I", sysconfig.get_path("include"), "-"]
         if subprocess.run(command, input=code, text=True, capture_output=True, check=False).returncode:
             return message.format(compiler=" ".join(compiler), python=sys.executable), remedy
+    folder = find_torch()
+    version = torch_version(folder) if folder else ()
+    if version > tuple(map(int, NEWEST_TORCH.split(".")[:2])):
+        return (f"{folder} is torch {version[0]}.{version[1]}, and Lockstep is known to compile up to torch {NEWEST_TORCH}",
+                f"pip install torch=={NEWEST_TORCH}, or point LOCKSTEP_TORCH to another one")
     return None
 
 

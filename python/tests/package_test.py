@@ -380,5 +380,13 @@ def test_a_missing_header_is_named(backend, monkeypatch, tmp_path, header, messa
     assert message in " ".join(backend.explain_failure())
 
 
+def test_a_build_that_fails_against_a_torch_newer_than_ours_says_so(backend, monkeypatch, tmp_path):
+    monkeypatch.setattr(backend, "PROBES", ())
+    monkeypatch.setenv("LOCKSTEP_TORCH", str(fake_torch(tmp_path, "2.99.0")))
+    message, remedy = backend.explain_failure()
+    assert f"{tmp_path} is torch 2.99, and Lockstep is known to compile up to torch {backend.NEWEST_TORCH}" in message
+    assert f"pip install torch=={backend.NEWEST_TORCH}" in remedy
+
+
 def test_nothing_is_said_to_be_missing_where_all_is_there(backend):
     assert backend.explain_failure() is None
