@@ -6,6 +6,7 @@ Each rank has three groups: one of Gloo's own, one of the engine's in its place,
 import copy
 import datetime
 import os
+import re
 import signal
 import warnings
 
@@ -443,3 +444,23 @@ dist.destroy_process_group()
 def test_debug_level_detail_in_a_torch_without_gloo():
     environment = {"LOCKSTEP_REPLACE_GLOO": "0"}
     assert run_python("-c", IN_A_TORCH_WITHOUT_GLOO, environment=environment).splitlines() == ["True"]
+
+
+IN_GLOOS_PLACE_AND_NOT = """
+import os
+import torch.distributed as dist
+import lockstep
+
+os.dup2(1, 2)  # where the log goes
+lockstep.replace_gloo()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.new_group(backend="lockstep")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("level", [{"LOCKSTEP_LOG": "info"}, {"TORCH_DISTRIBUTED_DEBUG": "INFO"}])
+def test_the_log_tells_which_groups_are_in_gloos_place(level):
+    output = run_python("-c", IN_GLOOS_PLACE_AND_NOT, environment=level)
+    joined = re.findall(r"joined group '.*' as rank 0 of 1(, in Gloo's place)?", output)
+    assert joined == [", in Gloo's place", ""], output

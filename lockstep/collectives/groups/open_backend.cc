@@ -195,6 +195,7 @@ c10::intrusive_ptr<LockstepBackend> open_backend(const c10::intrusive_ptr<c10d::
                                                             .make_subclass = options.make_subclass,
                                                             .store = store});
   LOCKSTEP_LOG(kInfo) << "joined group '" << options.group_name << "' as rank " << rank << " of " << size
+                      << (backend->getBackendName() == "gloo" ? ", in Gloo's place" : "")
                       << (is_new ? ", with a mapping of its own" : "");
   remember(backend);
   return backend;
