@@ -70,6 +70,8 @@ def test_headers_and_program_are_installed_but_no_test_harness(prefix):
     headers = list((prefix / "include").rglob("*.h"))
     assert not [header for header in headers if "<ucp/" in header.read_text()], "UCX's headers are for the build alone"
     assert len(list(prefix.rglob("LICENSE"))) == 1
+    [page] = prefix.rglob("docs/troubleshooting.md")  # as messages name it
+    assert page.read_text() == (ROOT / "docs/troubleshooting.md").read_text()
     assert (prefix / "share/man/man1/lockstep.1").read_text().startswith(".TH LOCKSTEP 1")
     assert "complete " in (prefix / "share/bash-completion/completions/lockstep").read_text()
     installed = [path.relative_to(prefix) for path in prefix.rglob("*") if path.is_file()]

@@ -12,10 +12,12 @@ from lockstep import _autoload
 def _parser():
     parser = argparse.ArgumentParser(
         prog="python -m lockstep",
-        description="Runs a Python program with Lockstep's engine wherever it asks torch.distributed for \"gloo\", in the "
-                    "processes that it starts, too.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # which breaks no path
+        description="Runs a Python program with Lockstep's engine wherever it asks torch.distributed for \"gloo\",\n"
+                    "in the processes that it starts, too.",
         usage="python -m lockstep [--version] (SCRIPT | -m MODULE) [ARGUMENT...]",
-        epilog="example: torchrun --nproc-per-node 2 -m lockstep train.py --epochs 3")
+        epilog="example: torchrun --nproc-per-node 2 -m lockstep train.py --epochs 3\n"
+               f"The pages that messages name as docs/... lie in {os.path.dirname(lockstep.__file__)}/docs.")
     parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
     parser.add_argument("-m", dest="module", metavar="MODULE", help="a module to run, as in python -m MODULE")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="SCRIPT ARGUMENT...", help="the program and its arguments")

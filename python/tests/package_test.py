@@ -123,6 +123,7 @@ def check_wheel(wheel, folder):
     [information] = folder.glob("*.dist-info")
     python_files = {f"lockstep/{path.name}" for path in (REPOSITORY / "python" / "lockstep").glob("*.py")}
     python_files |= {f"lockstep_sweep/{path.name}" for path in (REPOSITORY / "python" / "lockstep_sweep").glob("*.py")}
+    python_files |= {f"lockstep/{path.relative_to(REPOSITORY)}" for path in (REPOSITORY / "docs").rglob("*.md")}
     [extension] = {name for name in names if name.startswith("lockstep/_C.") and name.endswith(".so")}
     assert names == python_files | {extension, "lockstep/liblockstep.so", "lockstep/_build.py", "lockstep/py.typed",
                                     "lockstep/lockstep", "_lockstep_autoload.py", "_lockstep_command.py"}
@@ -245,6 +246,12 @@ print("lockstep", "loaded," if loaded else "not loaded", "gloo replaced" if lock
 def test_the_variable_also_works_when_lockstep_is_imported_first(fresh):
     code = "import lockstep; print(lockstep.gloo_is_replaced())"
     assert succeed(fresh, "-c", code, LOCKSTEP_REPLACE_GLOO=1, **path_of(fresh)).strip() == "True"
+
+
+def test_the_pages_that_messages_name_are_where_the_help_says(fresh):
+    output = succeed(fresh, "-m", "lockstep", "--help", **path_of(fresh))
+    [folder] = re.findall(r"lie in (/.*/docs)\.$", output, re.MULTILINE)
+    assert (pathlib.Path(folder) / "troubleshooting.md").read_text() == (REPOSITORY / "docs/troubleshooting.md").read_text()
 
 
 def test_uninstalling_leaves_nothing(wheel, tmp_path):
