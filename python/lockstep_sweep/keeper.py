@@ -87,6 +87,14 @@ def visible_cards(variable):
     return names if len(set(names)) == len(names) else []
 
 
+def place_of_locks():
+    """Names the folder of this host's locks. It is the same for two hosts' names only where these lead to one machine."""
+    folder = private_folder()
+    found = folder.stat()
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{folder} {found.st_dev}:{found.st_ino} {boot}"
+
+
 class Keeper:
     """Of this host's cores and cards. What it has claimed is free again when this process ends, however it ends."""
 
@@ -96,6 +104,7 @@ class Keeper:
         """`visible`: the value of CUDA_VISIBLE_DEVICES that counts; None: that of this process."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
         self.units = {"core": sorted(os.sched_getaffinity(0)), "card": visible_cards(visible)}
+        self.place = place_of_locks()
         self._taken = {}
 
     def claim(self, counts):
@@ -126,7 +135,7 @@ class Keeper:
 def serve(visible):
     """Answers by standard output what the driver asks by standard input, until that ends."""
     keeper = Keeper(visible)
-    print(json.dumps(keeper.units), flush=True)
+    print(json.dumps({**keeper.units, "place": keeper.place}), flush=True)
     for line in sys.stdin:
         what, given = json.loads(line)
         if what == "claim":

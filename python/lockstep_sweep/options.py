@@ -89,7 +89,8 @@ def _parser():
     add("--nproc-per-node", "-n", type=_from(1), default=1, metavar="N", help="processes of a trial [1]")
     add("--jobs", type=_jobs, metavar="N", help="trials at once, which share the cores; auto: a core for each process [1; with "
         "--host as many as fit]")
-    add("--host", "-H", metavar="HOST:SLOTS,…", help="where trials run, with a slot for each process, as lockstep run has it")
+    add("--host", "-H", action="append", metavar="HOST:SLOTS,…", help="where trials run, with a slot for each "
+        "process, as lockstep run has it")
     add("--rsh", metavar="COMMAND", help="what runs a command on a host of --host [%(default)s]",
         default="ssh -T -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5")
     add("--export", "-x", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the processes on other hosts")
@@ -105,6 +106,18 @@ def _parser():
 
 def parse(words):
     """The options of a sweep. Their `own` and `program` stand for all of them, also when the file has changed."""
+    return _parse(_hosts_together(words))
+
+
+def _hosts_together(words):
+    """The words of one command line: several --host add up, as mpirun's do. In _parse() the last one counts, for the words of a
+    command line follow those of a file, or of the sweep that it resumes."""
+    place = words.index("--") if "--" in words else len(words)
+    hosts = _parser().parse_args(words[:place]).host or []
+    return [*words[:place], "--host", ",".join(hosts), *words[place:]] if len(hosts) > 1 else words
+
+
+def _parse(words):
     place = words.index("--") if "--" in words else len(words)
     own, program = words[:place], words[place + 1:]
     options = _parser().parse_args(own)
@@ -128,7 +141,7 @@ def begun(folder, more=()):
         kept = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Misuse(f"there is no sweep in {folder}") from None
-    return kept["cwd"], parse([*kept["own"], "--folder", str(folder), *more, "--", *kept["program"]])
+    return kept["cwd"], _parse([*kept["own"], "--folder", str(folder), *_hosts_together(more), "--", *kept["program"]])
 
 
 def keep(options):
@@ -153,6 +166,8 @@ def _file_words(path):
     program = content.pop("program", [])
     words = []
     for key, value in content.items():
+        if key == "host" and isinstance(value, list):
+            value = ",".join(map(str, value))
         if isinstance(value, dict) and key != "enqueue":
             value = [f"{name}={form}" for name, form in value.items()]
         for entry in value if isinstance(value, list) else [value]:
@@ -171,6 +186,7 @@ def _check(options):
         raise Misuse("there is no program; it comes after --")
     options.folder = pathlib.Path(options.folder).absolute()
     options.storage = _absolute(options.storage)
+    options.host = options.host[-1] if options.host else None
     options.space = {name: _distribution(name, form) for name, form in options.param}
     fill(options.program, dict.fromkeys([*options.space, *OWN_NAMES], 0))
     options.regex = {name: _compiled(name, text) for name, text in options.regex}

@@ -32,6 +32,7 @@ class _KeeperElsewhere:
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         try:
             self.units = self._ask(ascii(program), FIRST_ANSWER)
+            self.place = self.units.pop("place", "")
         except BaseException:  # a signal
             self._lose("it was not waited for")
             raise
@@ -104,7 +105,7 @@ class Share:
 
 class Slots:
     """Gives each trial its place: a list of shares, with a slot for each process. Where no core or card is another sweep's, on one
-    host if one has room for all processes, and else on several."""
+    host if one has room for all processes, the one with the most free slots, and else on several."""
 
     def __init__(self, options, launcher):
         self._processes = options.nproc_per_node
@@ -118,6 +119,7 @@ class Slots:
             fitting = min(len(units) for units in here.units.values() if units) // self._processes
             self._wanted = max(1, fitting) if options.jobs == "auto" else options.jobs or 1
             self._hosts = [_Host("localhost", self._wanted * self._processes, here)]
+        _check_machines(self._hosts)
         for host in self._hosts:
             self._check_units(host)
         if not 0 < self._wanted <= self._room():
@@ -148,7 +150,9 @@ class Slots:
 
     def take(self):
         """A trial's place, or None where there is none now."""
-        whole = [[host] for host in self._hosts if host.free >= self._processes]
+        # A host's trials share its memory's bandwidth and its disks, so hosts with fewer trials come first.
+        emptiest = sorted(self._hosts, key=lambda host: -host.free)
+        whole = [[host] for host in emptiest if host.free >= self._processes]
         for hosts in [*whole, self._hosts]:
             place = []
             for host in hosts:
@@ -171,6 +175,16 @@ def _hosts_of(text):
     if len(hosts) < len(found):
         raise Misuse(f"--host {text} names a host twice; give it all its slots at once")
     return hosts
+
+
+def _check_machines(hosts):
+    """Where two names lead to one machine, their trials would wait for each other's cores."""
+    names = {}
+    for host in hosts:
+        other = names.setdefault(host.keeper.place, host.name)
+        if host.keeper.place and other != host.name:
+            raise Misuse(f"--host names one machine twice, as {other} and as {host.name}: the locks of their cores lie in the same "
+                         f"{host.keeper.place.partition(' ')[0]}; give it all its slots at once, under one name")
 
 
 def _is_here(name):

@@ -29,9 +29,10 @@ os.remove(folder / mine)
 print("loss:", sys.argv[2])
 """
 SHELL = """#!/bin/sh
-case $1 in a|b) ;; greets) echo "Welcome to $1" ;; floods) exec yes "Welcome" ;; hangs) read -r line; touch "$FOLDER/hangs"; exec sleep 1000 ;; *) echo "no host $1" >&2; exit 255 ;; esac
-mkdir -p "$FOLDER/$1"
-exec env -i PATH="$PATH" LOCKSTEP_TEST_MARK="$LOCKSTEP_TEST_MARK" TMPDIR="$FOLDER/$1" HOST="$1" sh -c "$2"
+case $1 in a|a-too|b) ;; greets) echo "Welcome to $1" ;; floods) exec yes "Welcome" ;; hangs) read -r line; touch "$FOLDER/hangs"; exec sleep 1000 ;; *) echo "no host $1" >&2; exit 255 ;; esac
+machine=${1%-too}
+mkdir -p "$FOLDER/$machine"
+exec env -i PATH="$PATH" LOCKSTEP_TEST_MARK="$LOCKSTEP_TEST_MARK" TMPDIR="$FOLDER/$machine" HOST="$1" sh -c "$2"
 """
 
 
@@ -93,6 +94,24 @@ def test_trials_fill_the_slots_of_all_hosts_each_on_cores_of_its_own(sweep):
     assert f"lockstep run --host a:1,b:{CORES} --rsh {sweep.shell} -x GIVEN=it --nproc-per-node 1 -- " in best, best
 
 
+@pytest.mark.parametrize("hosts", [["-H", f"a:{CORES},b:{CORES}"], ["-H", f"a:{CORES}", f"--host=b:{CORES}"]], ids=["one", "two"])
+def test_trials_go_to_the_host_with_the_most_free_slots(sweep, hosts):
+    """Of one --host or several."""
+    driver = sweep.start_trials(*hosts, "--trials", 2)
+    lines = sweep.wait_for_trials(driver, 2)
+    assert [line.partition("-")[0] for line in lines] == ["a", "b"], lines
+    (sweep.folder / "go").touch()
+    assert driver.finish().status == 0
+
+
+def test_the_hosts_of_a_resumed_sweep_take_the_place_of_its_own(sweep):
+    from lockstep_sweep import options
+
+    sweep.start("--host", "a", "--host", "b", "--trials", 1, "--", "echo", "loss: 1").finish()
+    assert options.begun(sweep.folder / "sweep")[1].host == "a,b"
+    assert options.begun(sweep.folder / "sweep", ["--host", "c:2"])[1].host == "c:2"
+
+
 def test_two_sweeps_share_no_core_of_a_host(sweep):
     driver = sweep.start_trials("--host", "b:1", "--trials", 1)
     sweep.wait_for_trials(driver, 1)
@@ -148,6 +167,7 @@ def test_a_sweep_without_a_host_ends_and_says_what_is_left(sweep):
     (["--host", "a,floods"], 1, "has written 'Welcome"),
     (["--host", "a:0"], 2, "--host has 'a:0'"),
     (["--host", "a,a:2"], 2, "names a host twice"),
+    (["--host", "a,b,a-too"], 2, "--host names one machine twice, as a and as a-too: the locks of their cores lie in"),
     (["--host", "a:4096"], 2, "do not fit onto the"),
     (["--host", "a,b", "-n", 3], 2, "3 processes do not fit onto the slots"),
     (["--host", "a,b", "--jobs", 3], 2, "3 trials of 1 processes do not fit onto the slots"),
