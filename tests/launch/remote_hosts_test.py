@@ -46,16 +46,19 @@ class Cluster:
                 return pid
         raise AssertionError(f"no shell leads to {host}")
 
+    def agent_of(self, number):
+        """The pids of this host's agent and of what it has forked, in their order."""
+        word = f"--node-rank={number}".encode()
+        words = {pid: pathlib.Path(f"/proc/{pid}/cmdline") for pid in self.programs.survivors()}
+        return sorted(pid for pid, file in words.items() if file.exists() and word in file.read_bytes().split(b"\0"))
+
     def wait_until_finished(self, number):
         """Until the workers of this host have ended, and their guardian with them; the pid of its agent."""
-        word, deadline = f"--node-rank={number}".encode(), time.monotonic() + HANG
-        while True:
-            words = {pid: pathlib.Path(f"/proc/{pid}/cmdline") for pid in self.programs.survivors()}
-            found = [pid for pid, file in words.items() if file.exists() and word in file.read_bytes().split(b"\0")]
-            if len(found) == 1:
-                return found[0]
+        deadline = time.monotonic() + HANG
+        while len(found := self.agent_of(number)) != 1:
             assert time.monotonic() < deadline, found
             time.sleep(0.02)
+        return found[0]
 
 
 @pytest.fixture
@@ -182,6 +185,19 @@ def test_the_loss_of_a_shell_ends_all_hosts(programs, cluster):
     programs.wait_until_gone()
 
 
+def test_the_end_of_an_agent_that_is_killed_is_the_cause(programs, cluster):
+    """And not that of a rank on another host, which follows from it."""
+    cluster.run("host-a,host-b", programs.find("all_reduce")).skip_without_ucx()
+    job = cluster.start("host-a,host-b", "--grace-period", 1000, programs.find("meeting_driver"), "--forever")
+    job.wait_for("rank 0 of 2"), job.wait_for("rank 1 of 2")
+    os.kill(cluster.agent_of(1)[0], signal.SIGKILL)
+    done = job.finish()
+    assert done.status == 1 and "failed first" not in done.stderr, done.text
+    cause = r"host-b: the agent was killed by signal 9 \(SIGKILL\), as its shell says, which exited with status 137; started as: "
+    assert len(re.findall(f"^lockstep run: {cause}", done.stderr, re.M)) == 1, done.text
+    programs.wait_until_gone()
+
+
 def test_a_signal_to_a_host_that_has_finished_lets_the_others_go_on(programs, cluster):
     job = cluster.start("host-a,host-b", "sh", "-c", f"{TELL}; test $RANK = 1 || while ! [ -e go ]; do sleep 0.05; done")
     job.wait_for("rank 1 of 2")
@@ -303,7 +319,8 @@ def test_a_program_that_a_host_has_not_ends_all(programs, cluster):
 def test_a_failure_ends_all_hosts_with_its_report(programs, cluster):
     done = cluster.run("host-a,host-b", "sh", "-c", 'test $RANK = 0 || { echo "no such data" >&2; exit 7; }; exec sleep 1000')
     assert done.status == 1, done.text
-    assert "rank 1 (pid " in done.stderr and "failed first: exited with status 7" in done.stderr, done.text
+    for once in (r"rank 1 \(pid \d+ on host-b\) failed first: exited with status 7", r"workers on host-b \(node rank 1\) have failed"):
+        assert len(re.findall(once, done.stderr)) == 1, done.text
     programs.wait_until_gone()
 
 

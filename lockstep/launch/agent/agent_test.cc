@@ -116,6 +116,18 @@ TEST(FailureReport, NamesTheCauseThoughItsProcessEndsLater) {
                     HasSubstr("unequal numbers of batches: see join()")));
 }
 
+TEST(FailureReport, BlamesTheRankOfAnotherHostThatTheErrorNames) {
+  const auto start = Deadline::Clock::now();
+  std::vector<Ending> endings = {{0, 100, 1 << 8, false, start, 1},
+                                 {1, 101, 1 << 8, false, start, std::nullopt, 5}};
+  EXPECT_THAT(failure_report(endings, {{}, {}}, 2, "host-b"),
+              AllOf(HasSubstr("rank 3 (pid 101 on host-b) failed because of rank 5 on another host, as its "
+                              "error says: exited with status 1\n"),
+                    HasSubstr("then rank 2 (pid 100 on host-b) exited"), Not(HasSubstr("failed first"))));
+  endings[1].wait_status = SIGKILL;
+  EXPECT_THAT(failure_report(endings, {{}, {}}, 2, "host-b"), HasSubstr("failed first: killed"));
+}
+
 TEST(CauseOfFailure, FollowsTheCulpritsToTheirEnd) {
   const auto now = Deadline::Clock::now();
   std::vector<Ending> endings = {{0, 1, 1 << 8, false, now, 1},

@@ -42,13 +42,18 @@ std::string process_of(const Ending& ending, const std::string& host) {
   return "(pid " + std::to_string(ending.pid) + (host.empty() ? "" : " on " + host) + ") ";
 }
 
-void describe_cause(std::ostringstream& report, const Ending& cause, const RankEvidence& known,
-                    int first_rank, const std::string& host) {
+void describe_cause(std::ostringstream& report, const Ending& cause, std::optional<int> far_cause,
+                    const RankEvidence& known, int first_rank, const std::string& host) {
   report << "lockstep run: rank " << first_rank + cause.local_rank << ' ' << process_of(cause, host);
   if (cause.asked_to_end) {
     report << "is the cause, as the other ranks' errors say; it was still running and was ended\n";
   } else if (cause.failed()) {
-    report << "failed first: " << describe_wait_status(cause.wait_status);
+    if (far_cause) {
+      report << "failed because of rank " << *far_cause << " on another host, as its error says: ";
+    } else {
+      report << "failed first: ";
+    }
+    report << describe_wait_status(cause.wait_status);
     describe_memory(report, cause);
     report << '\n';
   } else {
@@ -80,7 +85,8 @@ std::string failure_report(const std::vector<Ending>& endings, const std::vector
   const Ending& cause = *std::find_if(endings.begin(), endings.end(),
                                       [&](const Ending& ending) { return ending.local_rank == cause_rank; });
   std::ostringstream report;
-  describe_cause(report, cause, evidence.at(static_cast<size_t>(cause_rank)), first_rank, host);
+  describe_cause(report, cause, far_cause_of_failure(endings), evidence.at(static_cast<size_t>(cause_rank)),
+                 first_rank, host);
   std::vector<int> asked;
   for (const Ending& ending : endings) {
     if (&ending == &cause) continue;

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <condition_variable>
 #include <cstring>
@@ -53,6 +54,11 @@ constexpr std::chrono::seconds kBetweenWords{5};
 // How a shell ends that can't start a command, by POSIX: one that is no program, or is not there.
 constexpr int kNotExecuted = 126;
 constexpr int kNotFound = 127;
+// And how one ends whose command a signal has killed: this and the signal's number.
+constexpr int kBySignal = 128;
+constexpr int kStatusOfSsh = 255;  // where it has none of the command
+// An agent that gets one of these ends its workers, and with kBySignal and its number. It catches no others.
+constexpr std::array<int, 5> kSignalsOfAgents = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1};
 
 RemoteHost parse_host(const std::string& text, const std::string& all) {
   RemoteHost host = {.name = text};
@@ -233,11 +239,13 @@ class RemoteAgents {
     const int status = *shells_[i].status;
     return WIFEXITED(status) && (WEXITSTATUS(status) == kNotExecuted || WEXITSTATUS(status) == kNotFound);
   }
-  /// The shell has ended, and not with a status of its agent: of lockstep run, or one that asks for another start. 255 is ssh's.
+  /// The shell has ended, and not with a status of its agent: of lockstep run, or one that asks for another start.
   bool is_lost(size_t i) const {
     if (!WIFEXITED(*shells_[i].status)) return true;
     const int status = WEXITSTATUS(*shells_[i].status);
-    return !(status <= 2 || status == kTryAgain || (status > 128 && status < 255));
+    const bool by_signal = std::any_of(kSignalsOfAgents.begin(), kSignalsOfAgents.end(),
+                                       [&](int signal) { return status == kBySignal + signal; });
+    return !(status <= 2 || status == kTryAgain || by_signal);
   }
   int exit_status(size_t i) const { return is_lost(i) ? 1 : WEXITSTATUS(*shells_[i].status); }
 
@@ -272,17 +280,25 @@ class RemoteAgents {
 
   void tell_user(const std::string& text) { output_.append("lockstep run: " + text + "\n"); }
 
+  /// What follows the host's name.
+  std::string how_it_was_lost(size_t i) const {
+    const int status = *shells_[i].status;
+    const std::string end = (WIFEXITED(status) ? "" : "was ") + describe_wait_status(status);
+    if (run_.agents[i].host.is_here()) return ": the agent " + end;
+    if (could_not_start(i)) return ": the agent could not be started: its shell " + end;
+    const int signal = WIFEXITED(status) ? WEXITSTATUS(status) - kBySignal : 0;
+    if (signal > 0 && signal < kStatusOfSsh - kBySignal)
+      return ": the agent was " + describe_wait_status(signal) + ", as its shell says, which " + end;
+    return " can't be reached, or its remote shell was lost: it " + end;
+  }
+
   void report(size_t i) {
     const RemoteHost& host = run_.agents[i].host;
     if (!is_lost(i)) {
       if (exit_status(i) == 2) tell_user("nothing could be started on " + host.name);
       return;
     }
-    tell_user(host.name +
-              (host.is_here()       ? ": the agent "
-               : could_not_start(i) ? ": the agent could not be started: its shell "
-                                    : " can't be reached, or its remote shell was lost: it ") +
-              (WIFEXITED(*shells_[i].status) ? "" : "was ") + describe_wait_status(*shells_[i].status) +
+    tell_user(host.name + how_it_was_lost(i) +
               "; started as: " + shell_words(start_words(run_, run_.agents[i])));
     for (const std::string& line : output_.last_lines(static_cast<int>(i)))
       output_.append("    " + line + "\n");

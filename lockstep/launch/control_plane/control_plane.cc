@@ -171,7 +171,7 @@ class ControlPlane::Thread : public EventHandler {
     if (plane_.stop_) return;
     const std::string trouble =
         state_.exit_status() == 0 || link_->trouble().empty() ? "" : " (" + link_->trouble() + ")";
-    if (!server_) options_.say(state_.reason() + trouble);
+    say_reason(trouble);
     const int status = server_ ? server_->exit_status() : state_.exit_status();
     plane_.put({.kind = Task::Kind::kEnd, .exit_status = status});
   }
@@ -257,6 +257,11 @@ class ControlPlane::Thread : public EventHandler {
     if (state_.reason().empty()) return "waits for an answer of" + place;
     return "is connected to" + place + ", and waits: " + state_.reason();
   }
+  /// The coordinator's agent says what it decides itself, and with -H to the same reader.
+  void say_reason(const std::string& trouble) {
+    const bool is_repeated = options_.membership.one_command && state_.reason_is_coordinators();
+    if (!server_ && !is_repeated) options_.say(state_.reason() + trouble);
+  }
   void say_once(const std::string& trouble) {
     if (troubles_.insert(trouble).second) options_.say(trouble);
   }
@@ -307,8 +312,8 @@ class ControlPlane::Thread : public EventHandler {
                                                    task.place.generation);
         task.store_port = tunnel_->port();
       }
-    } else if (!server_) {
-      options_.say(state_.reason());
+    } else {
+      say_reason("");
     }
     plane_.put(std::move(task));
   }

@@ -69,6 +69,8 @@ class AgentState {
   int exit_status() const { return exit_status_; }
   /// Why it ended, or what it waits for.
   const std::string& reason() const { return reason_; }
+  /// Whether that is the coordinator's word, and not this agent's own finding.
+  bool reason_is_coordinators() const { return order_ && reason_ == order_->reason; }
 
  private:
   bool lease_valid(BootTime now) const { return now < lease_until_; }

@@ -47,6 +47,7 @@ TEST(AgentState, StartsEachGenerationOnceAndStopsItWhenItIsOver) {
   EXPECT_EQ(agent.state.status(agent.now).phase, HostPhase::kRunning);
   EXPECT_EQ(agent.obey(agent.order(Command::kRun, 1)), Action::kNothing);
   EXPECT_EQ(agent.obey(agent.order(Command::kIdle, 2)), Action::kStop);
+  EXPECT_TRUE(agent.state.reason_is_coordinators());
   EXPECT_EQ(agent.state.status(agent.now).order, 1U) << "not before the workers have ended";
   agent.state.workers_ended(143, "report", agent.now);
   EXPECT_EQ(agent.state.advance(agent.now), Action::kNothing);
@@ -120,6 +121,7 @@ TEST(AgentState, KillsItsWorkersWhenTheLeaseIsOver) {
   EXPECT_EQ(agent.state.advance(agent.now), Action::kNothing);
   agent.now = until;
   EXPECT_EQ(agent.state.advance(agent.now), Action::kKill);
+  EXPECT_FALSE(agent.state.reason_is_coordinators());
   EXPECT_EQ(agent.state.advance(agent.now), Action::kNothing);
   agent.state.workers_ended(137, "report", agent.now);
   EXPECT_EQ(agent.state.advance(agent.now), Action::kNothing);

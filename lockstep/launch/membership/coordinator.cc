@@ -95,7 +95,9 @@ bool Coordinator::receive(const Status& status, BootTime now) {
   }
   if (member->status.phase != status.phase || member->status.generation != status.generation)
     member->phase_since = now;
-  if (!status.failure.empty() && status.generation > member->reported && !member->is_coordinator) {
+  const bool is_printed =
+      member->is_coordinator || options_.one_command;  // by its own agent, where this one prints
+  if (!status.failure.empty() && status.generation > member->reported && !is_printed) {
     member->reported = status.generation;
     reports_.push_back("workers on " + status.host + " have failed:\n" + status.failure);
   }

@@ -34,6 +34,7 @@ class Coordinator {
   MembershipDecision advance(BootTime now);
 
   /// What hosts other than the coordinator's have said of workers that failed, and which hosts were refused; each report once.
+  /// With MembershipOptions::one_command only the latter: all hosts' agents write their reports to one output then.
   std::vector<std::string> take_reports() { return std::exchange(reports_, {}); }
   /// What that agent is to do now.
   Order order_for(const AgentId& agent) const;

@@ -38,7 +38,7 @@ struct MembershipOptions {
       std::chrono::seconds(1);  // a late host's, before the others stop for it
   std::chrono::nanoseconds rejoin_timeout = std::chrono::minutes(1);  // for lost hosts, when too few are left
   // The agents were started by one command, which ends them all where one fails (-H). The agent of a host whose workers have
-  // all finished ends with 0 then, also by a signal.
+  // all finished ends with 0 then, also by a signal. What they write has one reader, so none repeats another's words.
   bool one_command = false;
   std::chrono::nanoseconds reaction_time =
       std::chrono::seconds(1);  // for the others to notice by themselves that workers have ended

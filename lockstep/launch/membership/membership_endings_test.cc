@@ -104,6 +104,15 @@ TEST(Membership, NamesTheCauseOnAnotherHostAndPassesReportsOn) {
               ElementsAre("workers on node-1 have failed:\nrank 1 failed first"));
 }
 
+TEST(Membership, PassesNoReportsOnWhereOneCommandShowsThoseOfAllHosts) {
+  MembershipOptions chosen = options(2, 2);
+  chosen.one_command = true;
+  Job job = running_job(chosen, 2);
+  job.say(1).failure = "rank 1 failed first";
+  job.set(1, HostPhase::kFailed);
+  EXPECT_THAT(job.coordinator.take_reports(), ElementsAre());
+}
+
 /// Workers of node-0 have failed, and node-1 says nothing more: its loss is awaited, and then all are stopped.
 MembershipDecision stop_after_loss_of_node_1(Job& job) {
   MembershipDecision decision = job.decide_once();
