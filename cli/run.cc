@@ -23,6 +23,7 @@
 
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/process/cpu.h>
@@ -76,7 +77,7 @@ struct RunArguments {
   std::string role = "default";
   std::string signals_to_handle = launch::RunOptions().signals_to_handle;
   std::string start_method = "forkserver";
-  std::string remote_hosts;
+  std::vector<std::string> remote_hosts;
   std::string remote_shell = "ssh -T -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5";
   std::vector<std::string> passed_on;
   int parent_pid = 0;
@@ -232,7 +233,7 @@ launch::RemoteRun remote_run(const CLI::App& command, const RunArguments& argume
                              const std::vector<std::string>& program) {
   const bool all_slots = command.get_option("--nproc-per-node")->count() == 0;
   const int processes = all_slots ? 0 : checked_number("-n with -H", arguments.nproc_per_node, 1, 1 << 20);
-  const auto hosts = launch::parse_remote_hosts(arguments.remote_hosts, processes);
+  const auto hosts = launch::parse_remote_hosts(c10::Join(",", arguments.remote_hosts), processes);
   launch::RemoteRun run;
   run.variables = passed_variables(arguments.passed_on);
   run.grace_period = std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -420,7 +421,9 @@ void add_run(CLI::App& program, int& status) {
       ->type_name("CARDS");
   run->add_option("-H,--host", arguments->remote_hosts,
                   "Hosts to run on, each with its number of processes; with it -n is that of all hosts")
-      ->type_name("HOST:SLOTS,…");
+      ->type_name("HOST:SLOTS,…")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)  // they add up, as mpirun's
+      ->allow_extra_args(false);
   run->add_option("--rsh", arguments->remote_shell, "What runs a command on a host of -H")
       ->type_name("COMMAND")
       ->capture_default_str();

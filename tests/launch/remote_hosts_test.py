@@ -331,8 +331,9 @@ def test_all_hosts_start_again(programs, cluster):
     assert "rank 1 of 2, 0 of 1 on host-b, start 1" in done.stdout.splitlines(), done.text
 
 
-def test_a_dry_run_shows_what_each_host_would_run(programs):
-    options = ["--dry-run", "--rsh", "ssh -p 22", "-H", "host-a:2,me@host-b:1", "--master-port", 4000, "--log-dir", "a b"]
+@pytest.mark.parametrize("hosts", [["-H", "host-a:2,me@host-b:1"], ["-H", "host-a:2", "--host=me@host-b:1"]], ids=["one", "two"])
+def test_a_dry_run_shows_what_each_host_would_run(programs, hosts):
+    options = ["--dry-run", "--rsh", "ssh -p 22", *hosts, "--master-port", 4000, "--log-dir", "a b"]
     done = programs.run("lockstep", "run", *options, "./train", "--name", "x y", LOCKSTEP_JOB_SECRET=SECRET, UCX_TLS="tcp")
     done.skip_without_openssl()
     assert done.status == 0, done.text
