@@ -9,6 +9,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <sys/stat.h>
 #include <utility>
 
 #include <CLI/CLI.hpp>
@@ -21,6 +22,7 @@
 #include <lockstep/base/text/without_blanks.h>
 #include <lockstep/launch/agent/dry_run.h>
 #include <lockstep/launch/agent/host_roles.h>
+#include <lockstep/launch/agent/shell_words.h>
 #include <lockstep/launch/worker_environment.h>
 #include <lockstep/rendezvous/network/port_range.h>
 
@@ -161,6 +163,22 @@ void apply_conf(const std::string& text, launch::HostsOptions& options) {
   }
 }
 
+/// As launch::read_secret(), after a warning where other users of this host can read the file, or write another secret into
+/// it. No more than that: Kubernetes, for one, mounts secrets as 0644, in a container without other users.
+std::string read_secret(const std::string& file) {
+  struct stat found = {};
+  constexpr mode_t kByOthers = S_IRGRP | S_IWGRP | S_IROTH | S_IWOTH;
+  if (::stat(file.c_str(), &found) == 0 && S_ISREG(found.st_mode) && (found.st_mode & kByOthers) != 0) {
+    std::ostringstream mode;
+    mode << std::oct << (found.st_mode & 07777);
+    std::cerr << "lockstep run: WARNING: the file of the secret, " + file + ", has mode 0" + mode.str() +
+                     ", so other users of this host may take part in the job; chmod 600 " +
+                     launch::shell_words({file}) + "\n"
+              << std::flush;
+  }
+  return launch::read_secret(file);
+}
+
 launch::HostsOptions hosts_options(const HostsArguments& arguments, const launch::RunOptions& run) {
   const HostRange hosts = arguments.standalone ? HostRange{} : parse_nnodes(arguments.nnodes);
   launch::HostsOptions options = {.run = run};
@@ -206,7 +224,7 @@ launch::HostsOptions hosts_options(const HostsArguments& arguments, const launch
     options.membership.lease = std::chrono::hours(24 * 365);
     options.membership.lost_after = 2 * options.membership.lease;
   }
-  if (options.secret.empty()) options.secret = launch::read_secret(arguments.secret_file);
+  if (options.secret.empty()) options.secret = read_secret(arguments.secret_file);
   return options;
 }
 
@@ -396,7 +414,7 @@ std::vector<std::string> meeting_options(const CLI::App& command, const HostsArg
 }
 
 std::string secret_for_agents(const HostsArguments& arguments) {
-  const std::string given = launch::read_secret(arguments.secret_file);
+  const std::string given = read_secret(arguments.secret_file);
   return given.empty() ? launch::make_secret() : given;
 }
 

@@ -204,6 +204,19 @@ def test_a_file_that_is_no_secret_is_refused_with_the_reason(programs, file, err
     assert done.status == 2 and error in done.stderr, done.text
 
 
+@pytest.mark.parametrize("options", [["--nnodes", 2], ["-H", "host-a,host-b"]], ids=["an agent", "one command"])
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o604, 0o620])
+def test_a_secret_that_others_can_read_or_change_gets_one_warning(programs, mode, options):
+    key = programs.folder / "the key"
+    key.write_text(SECRET)
+    key.chmod(mode)
+    done = programs.run("lockstep", "run", "--dry-run", *options, "--secret-file", key, "true")
+    done.skip_without_openssl()
+    assert done.status == 0 and "secret" in done.stdout, done.text
+    said = re.findall("^lockstep run: WARNING: the file of the secret, (.*), has mode 0([0-7]+), so .*; chmod 600 (.*)", done.stderr, re.M)
+    assert said == ([] if mode == 0o600 else [(str(key), f"{mode:o}", f"'{key}'")]), done.text
+
+
 def test_all_hosts_start_again_after_a_failure_and_count_alike(programs):
     job = Job(programs, 2)
     os.mkfifo(programs.folder / "told")  # rank 1 fails once rank 0 has told
