@@ -1,6 +1,7 @@
 #include "hosts_arguments.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <initializer_list>
@@ -14,6 +15,7 @@
 
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <lockstep/base/environment.h>
 #include <lockstep/base/random_bytes.h>
@@ -64,6 +66,35 @@ std::string check_nnodes(const std::string& text) {
   }
 }
 
+// Of --rdzv-conf, as apply_conf() takes them.
+constexpr std::array kConfKeys = {"timeout",
+                                  "join_timeout",
+                                  "last_call_timeout",
+                                  "keep_alive_interval",
+                                  "keep_alive_max_attempt",
+                                  "lease",
+                                  "lost_after",
+                                  "rejoin_timeout",
+                                  "is_host"};
+// torch/distributed/elastic/rendezvous/*.py: what else its rendezvous take.
+constexpr std::array kTorchsConfKeys = {
+    "close_timeout", "heartbeat_timeout", "read_timeout", "store_type",   "rank",
+    "protocol",      "etcd_prefix",       "ssl_cert",     "ssl_cert_key", "ca_cert"};
+
+/// "key=value,…" of --rdzv-conf, with blanks around keys and values as torchrun takes them.
+std::map<std::string, std::string> parse_conf(const std::string& text) {
+  std::map<std::string, std::string> result;
+  std::istringstream items(text);
+  for (std::string item; std::getline(items, item, ',');) {
+    const size_t equals = item.find('=');
+    TORCH_CHECK_VALUE(equals != std::string::npos && equals > 0, "--rdzv-conf has '", item,
+                      "'; it takes key=value,…");
+    result[std::string(without_blanks(std::string_view(item).substr(0, equals)))] =
+        without_blanks(std::string_view(item).substr(equals + 1));
+  }
+  return result;
+}
+
 #ifdef LOCKSTEP_CLI_HOSTS
 
 constexpr int kRdzvPort = 29400;    // torchrun's, of the c10d backend
@@ -90,20 +121,6 @@ HostAndPort parse_endpoint(const std::string& text, int default_port) {
     result.port = checked_number("--rdzv-endpoint", text.substr(colon + 1), 0, 65535);
   }
   TORCH_CHECK_VALUE(!result.host.empty(), "--rdzv-endpoint is '", text, "', and lacks the host");
-  return result;
-}
-
-/// "key=value,…" of --rdzv-conf, with blanks around keys and values as torchrun takes them.
-std::map<std::string, std::string> parse_conf(const std::string& text) {
-  std::map<std::string, std::string> result;
-  std::istringstream items(text);
-  for (std::string item; std::getline(items, item, ',');) {
-    const size_t equals = item.find('=');
-    TORCH_CHECK_VALUE(equals != std::string::npos && equals > 0, "--rdzv-conf has '", item,
-                      "'; it takes key=value,…");
-    result[std::string(without_blanks(std::string_view(item).substr(0, equals)))] =
-        without_blanks(std::string_view(item).substr(equals + 1));
-  }
   return result;
 }
 
@@ -146,9 +163,6 @@ void apply_conf(const std::string& text, launch::HostsOptions& options) {
       *duration->second = parse_seconds(key, value);
     } else if (key == "is_host") {
       options.coordinates = parse_flag(key, value);
-    } else if (key != "keep_alive_max_attempt") {
-      // torchrun ignores keys that its backend does not know.
-      std::cerr << "lockstep run: --rdzv-conf: " << key << " means nothing here\n";
     }
   }
   const auto attempts = given.find("keep_alive_max_attempt");
@@ -363,6 +377,24 @@ void take_host_roles(const CLI::App& command, HostsArguments& arguments) {
   std::cerr << "lockstep run: " + taken.str() + "by " + roles->source +
                    "; --standalone runs a job of this host alone\n"
             << std::flush;
+}
+
+void tell_of_unused_conf(const HostsArguments& arguments) {
+  if (arguments.started_by_shell) return;  // the command that has started it does
+  const auto is_among = [](const auto& keys, const std::string& key) {
+    return std::find(keys.begin(), keys.end(), key) != keys.end();
+  };
+  for (const auto& [key, value] : parse_conf(arguments.rdzv_conf)) {
+    if (is_among(kConfKeys, key)) continue;
+    const std::string entry = key + "=" + value;
+    if (is_among(kTorchsConfKeys, key)) {
+      std::cerr << "lockstep run: --rdzv-conf: " + entry + " is for torchrun, and changes nothing here\n";
+    } else {
+      // torchrun ignores keys that its backend does not know.
+      std::cerr << "lockstep run: WARNING: --rdzv-conf has no key " + key + ", so the job starts without " +
+                       entry + "; its keys are " + c10::Join(", ", kConfKeys) + "\n";
+    }
+  }
 }
 
 bool is_one_host(const HostsArguments& arguments) {

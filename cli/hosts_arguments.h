@@ -40,6 +40,10 @@ void add_hosts_arguments(CLI::App& command, HostsArguments& arguments);
 /// Takes from the scheduler's variables what the user has not said, where that is certain (read_host_roles), and prints it.
 void take_host_roles(const CLI::App& command, HostsArguments& arguments);
 
+/// Names the keys of --rdzv-conf that change nothing, on standard error; of a job of -H once. Throws c10::ValueError where
+/// --rdzv-conf is no KEY=VALUE,….
+void tell_of_unused_conf(const HostsArguments& arguments);
+
 /// One host and no restarts: what needs no agent.
 bool is_one_host(const HostsArguments& arguments);
 

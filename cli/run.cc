@@ -442,6 +442,7 @@ void add_run(CLI::App& program, int& status) {
     if (arguments->hosts.started_by_shell) launch::obey_remote_launcher();
     launch::log_without_waiting();
     take_torchs_grace_period(*run, *arguments);
+    tell_of_unused_conf(arguments->hosts);
     TORCH_CHECK_VALUE(!std::isnan(arguments->grace_period), "--grace-period is nan, and takes seconds");
     if (run->get_option("--host")->count() > 0) {
       const launch::RemoteRun remote = remote_run(*run, *arguments, words);

@@ -72,6 +72,28 @@ def test_conf_is_read_as_torchrun_reads_it(programs, flag, good):
     assert (done.status == 0) == good and ("is_host is 'maybe'" in done.stderr) != good, done.text
 
 
+@pytest.mark.parametrize("place", [[], ["--nnodes", 2], ["-H", "host-a,host-b"]], ids=["one host", "an agent", "one command"])
+def test_a_key_of_conf_that_is_none_is_named_once_with_those_that_there_are(programs, place):
+    done = dry_run(programs, *place, "--rdzv-conf", "lost_afer=20,lease=9")
+    said = re.findall(r"--rdzv-conf has no key (\w+), so the job starts without (\S+); its keys are (.*)", done.stderr)
+    assert done.status == 0 and [words[:2] for words in said] == [("lost_afer", "lost_afer=20")], done.text
+    keys = said[0][2].split(", ")
+    assert "lost_after" in keys and "lost_afer" not in keys
+    values = [f"{key}={'1' if key == 'is_host' else 10}" for key in keys]
+    assert "has no key" not in dry_run(programs, *place, "--rdzv-conf", ",".join(values)).stderr
+
+
+def test_keys_of_torchruns_conf_are_taken(programs):
+    rendezvous = pytest.importorskip("torch.distributed.elastic.rendezvous")
+    sources = [path.read_text() for path in pathlib.Path(rendezvous.__file__).parent.glob("*.py")]
+    keys = {key for text in sources for key in re.findall(r'params\.get(?:_as_\w+)?\(\s*"(\w+)"', text)}
+    keys |= {f"{key}_timeout" for text in sources for key in re.findall(r'_get_timeout\(params, "(\w+)"', text)} | {"rank"}
+    assert {"is_host", "keep_alive_interval", "store_type", "close_timeout"} <= keys
+    for key in sorted(keys):
+        done = dry_run(programs, "--nnodes", 2, "--rdzv-conf", f"{key}=1" if key != "keep_alive_interval" else f"{key}=2")
+        assert done.status == 0 and "has no key" not in done.stderr, (key, done.text)
+
+
 @pytest.mark.long  # it starts the launcher a hundred times
 def test_all_options_are_taken_in_each_spelling_and_from_variables(programs):
     actions, of_launch = torch_parsers()
