@@ -2,6 +2,7 @@
 #include <cstdlib>
 #include <fcntl.h>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -12,6 +13,7 @@
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/environment.h>
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/files/write_all.h>
 #include <lockstep/base/process/memory.h>
@@ -30,6 +32,16 @@ TEST(Deadline, PassesAndNeverPasses) {
   EXPECT_EQ(Deadline::never().remaining(7ms), 7ms);
   EXPECT_EQ(Deadline::after(-1ms).remaining(), 0ns);
   EXPECT_EQ(Deadline::after(1h).poll_milliseconds(50ms), 50);
+}
+
+TEST(ExceptionText, HasNoStackAlsoOfAnErrorThatTheMessageQuotes) {
+  const c10::SourceLocation here{__func__, __FILE__, static_cast<uint32_t>(__LINE__)};
+  const std::string quoted = std::string(
+      "no answer\nException raised from recv at a.hpp:787 (most recent call "
+      "first):\nframe #0: recv + 0x9d\n<omitting python frames>\nframe #28: main\n");
+  EXPECT_EQ(text_of(c10::DistNetworkError(here, "can't connect: " + quoted)), "can't connect: no answer");
+  EXPECT_EQ(text_of(c10::Error(here, "one\n\ntwo\n")), "one\n\ntwo\n");
+  EXPECT_EQ(text_of(std::runtime_error(quoted)), quoted);
 }
 
 TEST(Memory, PagesAreThoseOfTheSystem) {

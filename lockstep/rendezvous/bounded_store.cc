@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <lockstep/base/deadline.h>
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/process/interrupt.h>
 #include <lockstep/base/text/format_duration.h>
 #include <lockstep/rendezvous/bounded_store.h>
@@ -44,7 +45,7 @@ auto BoundedStore::ask(Call call) {
   } catch (const Interruption&) {
     throw;
   } catch (const c10::Error& error) {
-    fail(error.what_without_backtrace());
+    fail(text_of(error));
   }
   fail("no answer within " + format_duration(patience_));
 }

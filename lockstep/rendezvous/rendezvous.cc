@@ -12,6 +12,7 @@
 
 #include <lockstep/base/deadline.h>
 #include <lockstep/base/environment.h>
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/standard_streams.h>
 #include <lockstep/base/ranks.h>
@@ -81,9 +82,9 @@ Place meet(const TcpMeeting& meeting, const Call& call) {
                           call.deadline);
       } catch (const c10::DistNetworkError& error) {
         if (!meeting.port_derived) throw;
-        C10_THROW_ERROR(DistNetworkError, c10::str(error.what_without_backtrace(),
-                                                   ". The port was derived from the Slurm job and step; ",
-                                                   "set MASTER_PORT to choose one"));
+        C10_THROW_ERROR(DistNetworkError,
+                        c10::str(text_of(error), ". The port was derived from the Slurm job and step; ",
+                                 "set MASTER_PORT to choose one"));
       }
     }
     auto where = [&] { return HostPort{.host = meeting.host, .port = meeting.port}; };

@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <lockstep/base/errors.h>
+#include <lockstep/base/exception_text.h>
 #include <lockstep/base/failpoint.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/process/interrupt.h>
@@ -271,7 +272,7 @@ class StoreAllGather {
         try {
           while_waiting_();
         } catch (const c10::Error& error) {
-          decide(kFailed + std::string(error.what_without_backtrace()));
+          decide(kFailed + text_of(error));
           continue;
         }
       }
@@ -392,7 +393,7 @@ class StoreAllGather {
     }
     C10_THROW_ERROR(DistStoreError,
                     c10::str("rank ", rank_, " of ", world_size_, " lost the store while it waited for its ",
-                             "peers; ", host, ": ", error.what_without_backtrace()));
+                             "peers; ", host, ": ", text_of(error)));
   }
 
   TextStore store_;

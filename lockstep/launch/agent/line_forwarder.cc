@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <utility>
 
+#include <lockstep/base/text/stack_lines.h>
 #include <lockstep/launch/agent/line_forwarder.h>
 
 namespace lockstep::launch {
@@ -156,7 +157,7 @@ void LineForwarder::take_row(size_t index, std::string& out) {
 void LineTail::feed(std::string_view bytes) {
   for (char byte : bytes) {
     if (byte == '\n') {
-      complete_.push_back(std::move(current_));
+      if (!is_stack_line(current_)) complete_.push_back(std::move(current_));
       current_.clear();
       returned_ = false;
       if (complete_.size() > kLines) complete_.pop_front();

@@ -57,7 +57,8 @@ class LineForwarder {
   size_t row_owner_ = kNoSource;  // whose unfinished line stands in the last row written
 };
 
-/// The last lines of a stream, for the report of a failure. Long lines are cut.
+/// The last lines of a stream, for the report of a failure. Long lines are cut, and those of C++ stacks left out, which would
+/// leave no room for the message that they follow: an uncaught c10::Error's, or a warning of PyTorch's store.
 class LineTail {
  public:
   static constexpr size_t kLines = 20;
