@@ -49,14 +49,17 @@ class RolesReader {
   std::optional<HostRoles> azure_ml() const;
 
  private:
-  HostRoles roles(int nnodes, int node_rank, const std::string& own_address,
-                  const std::string& source) const {
+  /// `variables`: those of the scheduler, beside MASTER_ADDR and MASTER_PORT.
+  HostRoles roles(int nnodes, int node_rank, const std::string& own_address, const std::string& scheduler,
+                  std::string variables) const {
     const std::string address = given_address();
+    if (given_.master_addr.empty() && has("MASTER_ADDR")) variables += ", MASTER_ADDR";
+    if (has("MASTER_PORT")) variables += ", MASTER_PORT";
     return {.nnodes = nnodes,
             .node_rank = node_rank,
             .master_addr = address.empty() ? own_address : address,
             .master_port = given_port(),
-            .source = source};
+            .source = scheduler + " (" + variables + ")"};
   }
 
   const Lookup& lookup_;
@@ -74,8 +77,8 @@ std::optional<HostRoles> RolesReader::slurm() const {
   const LaunchEnvironment task = read_launch_environment(lookup_);
   const auto* meeting = std::get_if<TcpMeeting>(&task.meeting);
   if (task.launcher != "srun" || meeting == nullptr) return std::nullopt;
-  HostRoles result = roles(nodes, integer("SLURM_NODEID", 0), meeting->host,
-                           "Slurm (SLURM_STEP_NUM_NODES, SLURM_NODEID, SLURM_STEP_NODELIST)");
+  HostRoles result = roles(nodes, integer("SLURM_NODEID", 0), meeting->host, "Slurm",
+                           "SLURM_STEP_NUM_NODES, SLURM_NODEID, SLURM_STEP_NODELIST");
   result.master_port = meeting->port;
   result.job_id = meeting->run_id;
   return result;
@@ -97,10 +100,10 @@ std::optional<HostRoles> RolesReader::open_mpi() const {
   TORCH_CHECK_VALUE(!given_address().empty() || !of_azure.empty(),
                     "mpirun has started one process on each of ", size,
                     " hosts and tells no address of the first; give --master-addr HOST", kAlone);
-  return roles(size, integer("OMPI_COMM_WORLD_RANK", 0), of_azure,
-               of_azure.empty()
-                   ? "Open MPI (OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK)"
-                   : "Azure ML (OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK, AZ_BATCH_MASTER_NODE)");
+  const std::string variables = "OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK";
+  return of_azure.empty() ? roles(size, integer("OMPI_COMM_WORLD_RANK", 0), "", "Open MPI", variables)
+                          : roles(size, integer("OMPI_COMM_WORLD_RANK", 0), of_azure, "Azure ML",
+                                  variables + ", AZ_BATCH_MASTER_NODE");
 }
 
 /// A pod of an indexed job (https://kubernetes.io/docs/concepts/workloads/controllers/job, "Completion mode"). The number
@@ -111,7 +114,7 @@ std::optional<HostRoles> RolesReader::kubernetes() const {
                     "Kubernetes tells a pod its JOB_COMPLETION_INDEX and no address of pod 0; give "
                     "--master-addr JOB-0.SERVICE",
                     kAlone);
-  return roles(*given_.nnodes, integer("JOB_COMPLETION_INDEX", 0), "", "Kubernetes (JOB_COMPLETION_INDEX)");
+  return roles(*given_.nnodes, integer("JOB_COMPLETION_INDEX", 0), "", "Kubernetes", "JOB_COMPLETION_INDEX");
 }
 
 /// The address of the first instance in a job of Azure ML with the distribution mpi, empty elsewhere. AZ_BATCH_MASTER_NODE has it
@@ -135,7 +138,7 @@ std::optional<HostRoles> RolesReader::sage_maker() const {
                     "; give --nnodes, --node-rank and --master-addr", kAlone);
   if (hosts.size() == 1) return std::nullopt;
   return roles(static_cast<int>(hosts.size()), static_cast<int>(place - hosts.begin()), hosts.front(),
-               "SageMaker (SM_HOSTS, SM_CURRENT_HOST)");
+               "SageMaker", "SM_HOSTS, SM_CURRENT_HOST");
 }
 
 /// Azure ML gives its processes RANK and WORLD_SIZE, as launchers do. TORCHELASTIC_RUN_ID shows that one of these came in
@@ -155,7 +158,7 @@ std::optional<HostRoles> RolesReader::azure_ml() const {
       " instances, and over hosts lockstep run takes one on each: process_count_per_instance: 1", kAlone);
   TORCH_CHECK_VALUE(!given_address().empty(), "Azure ML has set no MASTER_ADDR; give --master-addr HOST",
                     kAlone);
-  return roles(nodes, integer("NODE_RANK", 0), "", "Azure ML (AZUREML_NODE_COUNT, NODE_RANK, MASTER_ADDR)");
+  return roles(nodes, integer("NODE_RANK", 0), "", "Azure ML", "AZUREML_NODE_COUNT, NODE_RANK");
 }
 
 }  // namespace

@@ -44,14 +44,19 @@ Variables with(Variables base, const Variables& more) {
   return base;
 }
 
+std::optional<HostRoles> read(const Variables& variables, const GivenRoles& given) {
+  return read_host_roles(
+      [&](const char* name) -> std::optional<std::string> {
+        const auto found = variables.find(name);
+        return found == variables.end() ? std::nullopt : std::optional(found->second);
+      },
+      given);
+}
+
 /// "host RANK of NUMBER at ADDRESS:PORT JOB", or "none", or the error.
 std::string summary(const Variables& variables, const GivenRoles& given) {
-  const auto lookup = [&](const char* name) -> std::optional<std::string> {
-    const auto found = variables.find(name);
-    return found == variables.end() ? std::nullopt : std::optional(found->second);
-  };
   try {
-    const auto roles = read_host_roles(lookup, given);
+    const auto roles = read(variables, given);
     if (!roles) return "none";
     EXPECT_NE(roles->source, "");
     return "host " + std::to_string(roles->node_rank) + " of " + std::to_string(roles->nnodes) + " at " +
@@ -59,6 +64,15 @@ std::string summary(const Variables& variables, const GivenRoles& given) {
   } catch (const c10::ValueError& error) {
     return error.what_without_backtrace();
   }
+}
+
+TEST(HostRoles, NamesTheVariablesThatWereTaken) {
+  EXPECT_EQ(read(kAzure, {})->source, "Azure ML (AZUREML_NODE_COUNT, NODE_RANK, MASTER_ADDR, MASTER_PORT)");
+  EXPECT_EQ(read(kAzure, {.nnodes = 2, .master_addr = "head"})->source,
+            "Azure ML (AZUREML_NODE_COUNT, NODE_RANK, MASTER_PORT)");
+  EXPECT_EQ(read(with(kMpi, {{"MASTER_ADDR", "head"}}), {})->source,
+            "Open MPI (OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK, MASTER_ADDR)");
+  EXPECT_EQ(read(kSlurm, {})->source, "Slurm (SLURM_STEP_NUM_NODES, SLURM_NODEID, SLURM_STEP_NODELIST)");
 }
 
 struct Case {
