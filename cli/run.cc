@@ -52,8 +52,10 @@ Examples:
 
 Options for lockstep run stand before PROGRAM; everything after it belongs to the program.
 Each process finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the rest of torchrun's
-variables. When one fails, the others are ended and the exit status is 1; with Ctrl-C it is 130.
-A second Ctrl-C kills. docs/troubleshooting.md says what messages mean, and what to do.)";
+variables. When one fails, the others are ended. A second Ctrl-C kills.
+Exit status: 0 all processes ended with 0; 1 one has failed; 2 the command line is wrong, and nothing was
+started; 75 all ended with 75, which asks for another start; 128 and the number of the signal that ended
+the job, 130 with Ctrl-C. docs/troubleshooting.md says what messages mean, and what to do.)";
 
 class StarterFormatter : public CLI::Formatter {
  public:

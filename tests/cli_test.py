@@ -1,6 +1,7 @@
 """The command line of `lockstep`: help, version, and what it refuses, each with the value and a way on."""
 
 import os
+import re
 
 import pytest
 
@@ -20,6 +21,8 @@ def test_help_of_run_shows_its_options_and_examples(programs, option):
     assert done.status == 0 and done.stderr == "", done.text
     for word in ["Usage: lockstep run [OPTIONS] PROGRAM [ARGS...]", "--nproc-per-node", "--master-port", "Examples:"]:
         assert word in done.stdout, done.text
+    statuses = " ".join(done.stdout.partition("Exit status: ")[2].split())
+    assert [int(number) for number in re.findall(r"\b\d+\b", statuses)] == [0, 0, 1, 2, 75, 75, 128, 130], done.text
 
 
 def test_version(programs):
