@@ -57,7 +57,7 @@ class Job:
 
     def start_coordinator(self, nproc, program, *options, **place):
         agent = self.start(nproc, program, *options, **place)
-        agent.wait_for("are here|generation 1 starts", "stderr")
+        agent.wait_for("(is|are) here|generation 1 starts", "stderr")
         return agent
 
 

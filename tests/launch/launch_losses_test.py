@@ -369,5 +369,5 @@ def test_all_end_when_the_coordinators_host_is_cut_off_for_good(programs, make_h
         done = agent.finish()
         assert done.status == 1 and "no word from it; its host or the network to it is down" in done.stderr, done.text
     done = first.finish()
-    assert done.status == 1 and "1 host of at least 2 are here: host-a, 3 s after the others were lost" in done.stderr, done.text
+    assert done.status == 1 and "1 host of at least 2 is here: host-a, 3 s after the others were lost" in done.stderr, done.text
     programs.wait_until_gone()

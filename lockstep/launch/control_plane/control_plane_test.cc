@@ -97,7 +97,7 @@ TEST(ControlPlane, AnAgentWithoutWorkersSaysWhatItWaitsForAndAgainOnlyWhenThatHa
     ASSERT_TRUE(changed.wait_for(lock, seconds(60), [&] { return !said.empty(); }));
     EXPECT_EQ(said.front(), "waits for an answer of" + place);
   }
-  const std::string waits = "is connected to" + place + ", and waits: 1 host of at least 2 are here: node-9";
+  const std::string waits = "is connected to" + place + ", and waits: 1 host of at least 2 is here: node-9";
   scene.until(
       [&] {
         const std::lock_guard lock(mutex);

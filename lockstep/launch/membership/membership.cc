@@ -31,6 +31,12 @@ std::string names_of(const Pointers& members) {
   return text;
 }
 
+/// "1 host of 2 is" or "2 hosts of at least 3 are", with these verbs.
+std::string hosts_of(size_t count, const std::string& all, const char* verb_of_one,
+                     const char* verb_of_several) {
+  return counted(count, "host") + " of " + all + " " + (count == 1 ? verb_of_one : verb_of_several);
+}
+
 std::string seconds_text(nanoseconds duration) {
   return std::to_string(std::chrono::round<std::chrono::seconds>(duration).count()) + " s";
 }
@@ -97,9 +103,9 @@ class Judgement {
     if (world_.generation == 0 && count < static_cast<size_t>(options_.max_hosts)) {
       const BootTime last_call = reached_at(enough) + options_.last_call;
       if (now_ < last_call) {
-        return wait(counted(count, "host") + " of " + std::to_string(options_.max_hosts) +
-                        " are here; more may come for " + seconds_text(options_.last_call) +
-                        " after the first " + std::to_string(enough),
+        return wait(hosts_of(count, std::to_string(options_.max_hosts), "is", "are") +
+                        " here; more may come for " + seconds_text(options_.last_call) + " after the first " +
+                        std::to_string(enough),
                     last_call);
       }
     }
@@ -146,7 +152,7 @@ class Judgement {
     const size_t done = hosts_.size() - busy.size();
     if (done == world_.hosts.size()) return end(0, "all workers have ended with status 0");
     if (done > 0) {
-      return wait(counted(done, "host") + " of " + std::to_string(hosts_.size()) + " have finished",
+      return wait(hosts_of(done, std::to_string(hosts_.size()), "has", "have") + " finished",
                   look_at_losses(busy));
     }
     return late_hosts();
@@ -236,8 +242,9 @@ class Judgement {
   MembershipDecision wait_for_hosts() const {
     const bool first = world_.generation == 0;
     const nanoseconds limit = first ? options_.join_timeout : options_.rejoin_timeout;
-    std::string text = counted(ready_.size(), "host") + " of at least " + std::to_string(options_.min_hosts) +
-                       (ready_.empty() ? " are here" : " are here: " + names_of(ready_)) + missing();
+    std::string text =
+        hosts_of(ready_.size(), "at least " + std::to_string(options_.min_hosts), "is", "are") +
+        (ready_.empty() ? " here" : " here: " + names_of(ready_)) + missing();
     if (!repeated_.empty())
       text += "; not " + names_of(repeated_) + ", for another host has that --node-rank";
     // The workers of the last generation may have ended, or a host have been lost, long after the order to stop.

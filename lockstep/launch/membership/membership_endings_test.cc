@@ -149,7 +149,7 @@ TEST(Membership, AStatusThatWasOnItsWayBeforeAFailureDoesNotShowThatItsHostLived
 TEST(Membership, EndsWhenAllHaveFinishedAndAllKnow) {
   Job job = running_job(options(2, 2), 2);
   job.set(0, HostPhase::kFinished);
-  EXPECT_EQ(job.decide_once().reason, "1 host of 2 have finished");
+  EXPECT_EQ(job.decide_once().reason, "1 host of 2 has finished");
   job.set(1, HostPhase::kFinished);
   MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kEnd);

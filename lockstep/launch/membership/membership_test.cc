@@ -28,7 +28,7 @@ TEST(Membership, StartsAtOnceWithAllAndAfterTheLastCallWithEnough) {
   job.hear(0);
   MembershipDecision decision = job.decide_once();
   EXPECT_EQ(decision.action, Action::kWait);
-  EXPECT_EQ(decision.reason, "1 host of at least 2 are here: node-0");
+  EXPECT_EQ(decision.reason, "1 host of at least 2 is here: node-0");
   EXPECT_EQ(decision.look_again_at, job.now + std::chrono::minutes(10));
   job.now += seconds(5);
   job.hear(0);
@@ -58,7 +58,7 @@ TEST(Membership, EndsWhenTooFewHaveCome) {
   EXPECT_EQ(decision.action, Action::kEnd);
   EXPECT_EQ(decision.exit_status, 1);
   EXPECT_EQ(decision.reason,
-            "1 host of at least 2 are here: node-0, 600 s after the start (join_timeout): the job ends");
+            "1 host of at least 2 is here: node-0, 600 s after the start (join_timeout): the job ends");
 }
 
 TEST(Membership, CountsRanksOfUnequalHosts) {
@@ -118,7 +118,7 @@ TEST(Membership, WaitsForLostHostsWhenTooFewAreLeft) {
   job.obey({0});
   EXPECT_EQ(job.decide_once().action, Action::kStop);
   job.obey({0});
-  EXPECT_THAT(job.decide_once().reason, HasSubstr("1 host of at least 2 are here: node-0"));
+  EXPECT_THAT(job.decide_once().reason, HasSubstr("1 host of at least 2 is here: node-0"));
   job.now += seconds(30);
   job.say(1).phase = HostPhase::kIdle;
   job.obey({0, 1});
@@ -297,7 +297,7 @@ TEST(Membership, TwoHostsOfOneNodeRankDoNotStart) {
   job.hear(1);
   EXPECT_EQ(
       job.decide_once().reason,
-      "1 host of at least 2 are here: node-0 (node rank 0); missing: node rank 1; not node-1 (node rank 0), "
+      "1 host of at least 2 is here: node-0 (node rank 0); missing: node rank 1; not node-1 (node rank 0), "
       "for another host has that --node-rank");
 }
 
@@ -336,7 +336,7 @@ TEST(Membership, AHostThatHasFinishedIsToldForWhatItWaits) {
   Job job = running_job(options(2, 2), 2);
   job.set(1, HostPhase::kFinished);
   EXPECT_EQ(job.decide_once().action, Action::kWait);
-  EXPECT_EQ(job.coordinator.order_for(id(1)).reason, "1 host of 2 have finished");
+  EXPECT_EQ(job.coordinator.order_for(id(1)).reason, "1 host of 2 has finished");
 }
 
 TEST(Membership, AHostWithOtherOptionsIsRefused) {
