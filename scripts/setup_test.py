@@ -314,6 +314,21 @@ def test_build_fails(tree, words, part):
     assert_one_line(tree.run("configure() { :; }; build release"), part)
 
 
+@pytest.mark.parametrize("tool, body, status, word", [
+    ("cmake", "kill -INT $$", 130, "interrupted"),
+    ("cmake", "kill -TERM $$", 143, "terminated"),
+    ("ninja", "kill -INT $$", 130, "interrupted"),
+    ("ninja", "kill -TERM $$", 143, "terminated"),
+    ("ninja", "echo 'ninja: build stopped: interrupted by user.'; exit 2", 130, "interrupted"),
+])
+def test_a_signal_to_a_tool_alone_is_no_error(tree, tool, body, status, word):
+    tree.fake(tool, body)
+    functions = "find_given_torch; purpose=tests; configure release" if tool == "cmake" else "configure() { :; }; build release"
+    result = tree.run(functions, CXX="any-g++")
+    assert result.returncode == status, result.stderr
+    assert f"quickstart: {word}; run it again to go on where it stopped" in result.stderr.splitlines() and "error" not in result.stderr
+
+
 def test_configures_once_for_each_compiler_and_torch(tree):
     tree.fake("cmake", 'echo "$@" >>"$FAKE_CALLS"; mkdir -p build/release; touch build/release/{build.ninja,CMakeCache.txt}')
     for compiler in ("any-g++", "any-g++", "env any-g++", "env any-g++"):
@@ -350,7 +365,7 @@ def test_data_without_network(tree, tmp_path):
 def test_training_that_fails_or_says_nothing(tree):
     program = tree.root / "build/release/bin/lockstep"
     program.parent.mkdir(parents=True)
-    for body, part in (("exit 3", "failed with status 3"), ("exit 0", "without a line 'test accuracy"),
+    for body, part in (("exit 3", "failed with status 3"), ("exit 143", "terminated"), ("exit 0", "without a line 'test accuracy"),
                        ("echo '[rank 0] test accuracy: 0.8812'", None)):
         program.write_text(f"#!{shutil.which('bash')}\n{body}\n")
         program.chmod(0o755)
@@ -358,7 +373,9 @@ def test_training_that_fails_or_says_nothing(tree):
             ["bash", "-c", "sed '$d' scripts/quickstart >scripts/functions; . scripts/functions; start_log; "
              "epochs=5 model=mlp nproc=2 data=/d; train"],
             cwd=tree.root, env=tree.environment | {"program": "quickstart"}, text=True, capture_output=True, timeout=60)
-        if part:
+        if part == "terminated":
+            assert result.returncode == 143 and "quickstart: terminated; run it again" in result.stderr, result.stderr
+        elif part:
             assert_one_line(result, part)
         else:
             assert result.returncode == 0 and "test accuracy 0.8812 after 5 epochs" in result.stdout

@@ -39,8 +39,10 @@ configure() {
   if [[ -e $folder/CMakeCache.txt ]]; then options=(--fresh); fi
   options+=(${kit_options[@]+"${kit_options[@]}"})
   if [[ $purpose == training ]]; then options+=(-DLOCKSTEP_BUILD_{TESTS,BENCHMARKS,PYTHON}=OFF); fi
-  (cd "$root" && run_logged cmake --preset "$1" ${options[@]+"${options[@]}"} -DLOCKSTEP_TORCH="$given_torch") ||
-    die "cmake could not configure: $(cmake_error)" "read the log; after mending it run scripts/$program again"
+  local status=0
+  (cd "$root" && run_logged cmake --preset "$1" ${options[@]+"${options[@]}"} -DLOCKSTEP_TORCH="$given_torch") || status=$?
+  ((status < 128)) || exit "$status"  # run_logged has said that a signal ended it
+  ((status == 0)) || die "cmake could not configure: $(cmake_error)" "read the log; after mending it run scripts/$program again"
   printf '%s\n' "$purpose $key" >"$folder/.lockstep-key"
 }
 
@@ -64,6 +66,8 @@ build() {
     die "no disk space for the build" "free some space, then run scripts/$program again"
   elif log_has 'Killed signal|cannot allocate memory|out of memory'; then
     die "a compiler ran out of memory" "LOCKSTEP_JOBS=1 scripts/$program"
+  elif log_has '^ninja: build stopped: interrupted by user'; then  # the status is 2 before ninja 1.12
+    stopped interrupted 130
   fi
   die "the build failed" "find the first 'error:' or 'FAILED:' in the log"
 }

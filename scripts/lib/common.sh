@@ -57,11 +57,16 @@ show_steps() {
   done | tee -ia "$log"
 }
 
-# run_logged COMMAND...: output to the terminal and the log; returns the command's status.
+# run_logged COMMAND...: output to the terminal and the log; returns the command's status. One that a signal has ended is no error,
+# also where this script has not got the signal, or ignores it: in the background, say, where shells ignore Ctrl-C.
 run_logged() {
   local status=0
   printf '+ %s\n' "$*" >>"$log"
   "$@" 2>&1 | tee -ia "$log" || status=${PIPESTATUS[0]}
+  case $status in
+    130) stopped interrupted 130 ;;
+    143) stopped terminated 143 ;;
+  esac
   return "$status"
 }
 
