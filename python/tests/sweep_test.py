@@ -238,6 +238,7 @@ def two_hosts(on_cores, monkeypatch):
 
     class Units(keeper.Keeper):
         def __init__(self, name, shell, visible):
+            self.place = name
             self.units, self._taken = {"core": [0, 1], "card": Units.cards if name == "b" else []}, {}
 
         def _take(self, kind, count):
