@@ -120,7 +120,7 @@ TEST(CheckpointFailure, ASaveOnOneRankAloneIsNamedInTheErrorsOfAll) {
               site.reset();
 
               const auto text = message_of<c10::DistBackendError>([&] {
-                if (rank == 0) save_checkpoint(scratch.path() / "alone", training_state(1));
+                if (rank == 0) save_checkpoint(scratch.path() / "alone", training_state(1), {}, {});
                 barrier();
               });
               EXPECT_THAT(text,
