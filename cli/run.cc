@@ -310,30 +310,9 @@ void add_unused_arguments(CLI::App& run) {
          "--logs-specs names a class of Python, and this launcher loads none; see --log-dir, --tee");
 }
 
-}  // namespace
-
-void make_starter(CLI::App& command) {
-  command.formatter(std::make_shared<StarterFormatter>());
-  command.prefix_command();  // parsing stops at PROGRAM
-}
-
-std::vector<std::string> program_words(const CLI::App& command) {
-  std::vector<std::string> words = command.remaining();
-  if (words.empty()) throw CLI::RequiredError("PROGRAM");
-  if (words.front().size() > 1 && words.front().starts_with('-')) {
-    throw CLI::ExtrasError(std::vector<std::string>{words.front()});
-  }
-  return words;
-}
-
-void add_run(CLI::App& program, int& status) {
-  auto arguments = std::make_shared<RunArguments>();
-  CLI::App* run =
-      program.add_subcommand("run", "Start a program in several processes and see them to their end");
-  make_starter(*run);
+void add_arguments(CLI::App* run, const std::shared_ptr<RunArguments>& arguments) {
   // Of an option that stands twice the last one counts, as with torchrun: scripts append to a command line.
   run->option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-  run->footer(kRunExamples);
   run->add_option("--nproc-per-node,--nproc_per_node,-n,--np", arguments->nproc_per_node,
                   "Processes to start: a number, auto, cpu or gpu")
       ->envname("PET_NPROC_PER_NODE")
@@ -438,6 +417,41 @@ void add_run(CLI::App& program, int& status) {
   run->add_flag("--started-by-shell", arguments->hosts.started_by_shell)->group("");
   run->add_option("--parent-pid", arguments->parent_pid)->group("");
   add_hosts_arguments(*run, arguments->hosts);
+}
+
+}  // namespace
+
+void make_starter(CLI::App& command) {
+  command.formatter(std::make_shared<StarterFormatter>());
+  command.prefix_command();  // parsing stops at PROGRAM
+}
+
+std::vector<std::string> program_words(const CLI::App& command) {
+  std::vector<std::string> words = command.remaining();
+  if (words.empty()) throw CLI::RequiredError("PROGRAM");
+  if (words.front().size() > 1 && words.front().starts_with('-')) {
+    throw CLI::ExtrasError(std::vector<std::string>{words.front()});
+  }
+  return words;
+}
+
+launch::RemoteRun parse_remote_run(std::vector<std::string> options,
+                                   const std::vector<std::string>& program) {
+  const auto arguments = std::make_shared<RunArguments>();
+  CLI::App run;
+  add_arguments(&run, arguments);
+  std::reverse(options.begin(), options.end());  // as CLI11 takes them
+  run.parse(std::move(options));
+  return remote_run(run, *arguments, program);
+}
+
+void add_run(CLI::App& program, int& status) {
+  auto arguments = std::make_shared<RunArguments>();
+  CLI::App* run =
+      program.add_subcommand("run", "Start a program in several processes and see them to their end");
+  make_starter(*run);
+  run->footer(kRunExamples);
+  add_arguments(run, arguments);
   run->callback([run, arguments, &status] {
     const std::vector<std::string> words = program_words(*run);
     if (arguments->parent_pid != 0) end_with_parent(arguments->parent_pid);

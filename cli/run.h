@@ -6,10 +6,16 @@
 #include <CLI/App.hpp>
 #include <CLI/Formatter.hpp>
 
+#include <lockstep/launch/agent/remote_hosts.h>
+
 namespace lockstep::cli {
 
 /// Adds `lockstep run` to the program. `status` becomes its exit status when it was chosen.
 void add_run(CLI::App& program, int& status);
+
+/// What `lockstep run OPTIONS PROGRAM` would do, where the options name hosts (-H). Throws CLI::Error and c10::ValueError as that
+/// command does.
+launch::RemoteRun parse_remote_run(std::vector<std::string> options, const std::vector<std::string>& program);
 
 /// Of a command that starts a program: its options stand before PROGRAM, and the help says so.
 void make_starter(CLI::App& command);

@@ -6,11 +6,16 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <CLI/CLI.hpp>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <lockstep/bench/scaling.h>
 #include <lockstep/launch/agent/agent.h>
+#include <lockstep/launch/agent/remote_hosts.h>
 
 #include "run.h"
 
@@ -23,6 +28,7 @@ Examples:
   lockstep scaling --ranks 1,2,3 --repeats 3 -- ./train three runs each, the median counts
   lockstep scaling --work per-rank ./train --steps 100  a program in which each rank does as much, however many
   lockstep scaling --plot scaling.svg --json scaling.json ./train
+  lockstep scaling -H node-a:4,node-b:4 ./train         1, 2, 4, 8 ranks; the hosts are filled in their order
 
 Throughput is what the program says: the last line "LOCKSTEP_SCALING VALUE [UNIT]" of rank 0, for all ranks
 together, or else samples/s of the Trainer's progress bar; or else the time of the whole run tells it. The
@@ -34,13 +40,44 @@ struct ScalingArguments {
   std::string nproc_per_node = "auto";
   bool no_barrier = false;
   double grace_period = 30;
+  std::vector<std::string> hosts;
+  std::string remote_shell;
+  std::vector<std::string> passed_on;
 };
+
+/// As lockstep run -H does it.
+int run_over_hosts(const ScalingArguments& arguments, const launch::RunOptions& job) {
+  std::vector<std::string> options = {"--host=" + c10::Join(",", arguments.hosts),
+                                      "--nproc-per-node=" + std::to_string(job.nprocs),
+                                      "--grace-period=" + std::to_string(arguments.grace_period)};
+  if (!arguments.remote_shell.empty()) options.push_back("--rsh=" + arguments.remote_shell);
+  for (const std::string& variable : arguments.passed_on) options.push_back("--export=" + variable);
+  if (!job.prefix) options.push_back("--no-prefix");
+  launch::RemoteRun run = parse_remote_run(std::move(options), job.command);
+  run.output = job.output;
+  run.observe_output = job.observe_output;
+  return launch::run_on_remote_hosts(run);
+}
+
+/// One for each slot of the hosts, or what the user has said.
+int most_ranks(const ScalingArguments& arguments, const std::string& hosts) {
+  if (hosts.empty() || arguments.nproc_per_node != "auto")
+    return launch::parse_nprocs(arguments.nproc_per_node);
+  int slots = 0;
+  for (const launch::RemoteHost& host : launch::parse_remote_hosts(hosts, 0)) slots += host.processes;
+  return slots;
+}
 
 bench::ScalingOptions scaling_options_from(const ScalingArguments& arguments) {
   bench::ScalingOptions options = arguments.options;
-  options.ranks = arguments.ranks.empty()
-                      ? bench::powers_of_two(launch::parse_nprocs(arguments.nproc_per_node))
-                      : bench::parse_rank_list(arguments.ranks);
+  options.hosts = c10::Join(",", arguments.hosts);
+  TORCH_CHECK_VALUE(!options.hosts.empty() || (arguments.remote_shell.empty() && arguments.passed_on.empty()),
+                    "--rsh and -x are for -H");
+  options.ranks = arguments.ranks.empty() ? bench::powers_of_two(most_ranks(arguments, options.hosts))
+                                          : bench::parse_rank_list(arguments.ranks);
+  if (!options.hosts.empty()) {
+    options.run_job = [&arguments](const launch::RunOptions& job) { return run_over_hosts(arguments, job); };
+  }
   if (!arguments.no_barrier) options.lockstep = std::filesystem::read_symlink("/proc/self/exe");
   options.grace_period = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(arguments.grace_period));
@@ -55,11 +92,13 @@ void add_scaling(CLI::App& program, int& status, const std::function<void()>& be
       program.add_subcommand("scaling", "Run a program with 1, 2, 4, … ranks and tell what more ranks bring");
   make_starter(*scaling);
   scaling->footer(kScalingExamples);
-  CLI::Option* most = scaling
-                          ->add_option("--nproc-per-node,--nproc_per_node,-n", arguments->nproc_per_node,
-                                       "The most ranks: a number, auto, cpu or gpu, as for lockstep run")
-                          ->type_name("N")
-                          ->capture_default_str();
+  CLI::Option* most =
+      scaling
+          ->add_option("--nproc-per-node,--nproc_per_node,-n", arguments->nproc_per_node,
+                       "The most ranks: a number, auto, cpu or gpu, as for lockstep run; with "
+                       "-H auto is one for each slot")
+          ->type_name("N")
+          ->capture_default_str();
   scaling->add_option("--ranks", arguments->ranks, "The numbers of ranks, 1,2,4 say")
       ->type_name("LIST")
       ->excludes(most);
@@ -87,6 +126,22 @@ void add_scaling(CLI::App& program, int& status, const std::function<void()>& be
       ->type_name("SECONDS")
       ->check(CLI::Range(0.0, 86400.0))
       ->capture_default_str();
+  scaling
+      ->add_option("-H,--host", arguments->hosts,
+                   "Hosts to run on, filled in their order, as for lockstep run")
+      ->type_name("HOST:SLOTS,…")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->allow_extra_args(false);
+  scaling
+      ->add_option("--rsh", arguments->remote_shell,
+                   "What runs a command on a host of -H, as for lockstep run")
+      ->type_name("COMMAND");
+  scaling
+      ->add_option("-x,--export", arguments->passed_on,
+                   "A variable for all processes of -H, as for lockstep run")
+      ->type_name("NAME[=VALUE]")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->allow_extra_args(false);
   scaling->callback([scaling, arguments, before_program, &status] {
     arguments->options.command = program_words(*scaling);
     arguments->options.before_program = before_program;

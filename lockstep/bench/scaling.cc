@@ -22,6 +22,7 @@
 #include <lockstep/bench/internal/scaling_report.h>
 #include <lockstep/bench/scaling.h>
 #include <lockstep/launch/agent/agent.h>
+#include <lockstep/launch/agent/remote_hosts.h>
 
 namespace lockstep::bench {
 
@@ -71,15 +72,15 @@ class ScalingMeasurement {
     for (const int ranks : options_.ranks) {
       if (ranks == 1) continue;
       std::string report;
-      const int status =
-          launch::run({.nprocs = ranks,
-                       .command = {options_.lockstep, "bench", "barrier", "--iters", "200", "--json", "-"},
-                       .prefix = false,
-                       .grace_period = options_.grace_period,
-                       .output = {nothing.get(), nothing.get()},
-                       .observe_output = [&](int rank, int stream, std::string_view bytes) {
-                         if (rank == 0 && stream == STDOUT_FILENO) report += bytes;
-                       }});
+      const int status = options_.run_job(
+          {.nprocs = ranks,
+           .command = {options_.lockstep, "bench", "barrier", "--iters", "200", "--json", "-"},
+           .prefix = false,
+           .grace_period = options_.grace_period,
+           .output = {nothing.get(), nothing.get()},
+           .observe_output = [&](int rank, int stream, std::string_view bytes) {
+             if (rank == 0 && stream == STDOUT_FILENO) report += bytes;
+           }});
       if (was_interrupted(status)) return status;
       if (const auto latency = barrier_latency(report); status == 0 && latency) barrier_us_[ranks] = *latency;
     }
@@ -88,19 +89,20 @@ class ScalingMeasurement {
 
   /// With that many ranks, as often as it is asked for. Returns the exit status.
   int run_program(int ranks) {
-    ScalingRuns runs{.ranks = ranks};
+    ScalingRuns runs{.ranks = ranks, .hosts = hosts_of(ranks)};
     if (const auto found = barrier_us_.find(ranks); found != barrier_us_.end())
       runs.barrier_us = found->second;
     for (int repeat = 0; repeat < options_.repeats; ++repeat) {
       ThroughputLog log;
       const auto begin = std::chrono::steady_clock::now();
-      const int status = launch::run({.nprocs = ranks,
-                                      .command = options_.command,
-                                      .grace_period = options_.grace_period,
-                                      .output = {STDERR_FILENO, STDERR_FILENO},
-                                      .observe_output = [&](int rank, int stream, std::string_view bytes) {
-                                        log.feed(rank, stream, bytes);
-                                      }});
+      const int status =
+          options_.run_job({.nprocs = ranks,
+                            .command = options_.command,
+                            .grace_period = options_.grace_period,
+                            .output = {STDERR_FILENO, STDERR_FILENO},
+                            .observe_output = [&](int rank, int stream, std::string_view bytes) {
+                              log.feed(rank, stream, bytes);
+                            }});
       const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
       log.finish();
       if (was_interrupted(status)) return status;
@@ -115,9 +117,15 @@ class ScalingMeasurement {
     return 0;
   }
 
+  int hosts_of(int ranks) const {
+    if (options_.hosts.empty()) return 1;
+    return static_cast<int>(launch::parse_remote_hosts(options_.hosts, ranks).size());
+  }
+
   void show() const {
     const BenchMachine machine = describe_machine();
-    const ScalingReport report = make_scaling_report(all_, options_.scaling);
+    ScalingReport report = make_scaling_report(all_, options_.scaling);
+    report.hosts = options_.hosts;
     const bool taken = options_.json == "-" || options_.plot == "-";
     (taken ? std::cerr : std::cout) << format_scaling(report, machine, options_.command) << std::flush;
     write_output(options_.json, scaling_json(report, machine, options_.command));
@@ -161,6 +169,8 @@ int scale(const ScalingOptions& options) {
   TORCH_CHECK_VALUE(options.repeats >= 1, "--repeats is ", options.repeats, "; it takes a number from 1 up");
   TORCH_CHECK_VALUE(options.plot != "-" || options.json != "-",
                     "--json and --plot can't both be standard output");
+  if (!options.hosts.empty())
+    launch::parse_remote_hosts(options.hosts, options.ranks.back());  // not only at the last run
   check_output_path("--json", options.json);
   check_output_path("--plot", options.plot);
   if (!environment::text("OMP_NUM_THREADS")) {

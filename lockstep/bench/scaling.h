@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include <lockstep/launch/agent/agent.h>
+
 /// `lockstep scaling`: runs a program with 1, 2, 4, … ranks and tells what more ranks bring. docs/bench.md says
 /// what the columns mean.
 namespace lockstep::bench {
@@ -25,6 +27,10 @@ struct ScalingOptions {
   /// standard error).
   std::string json = {};
   std::string plot = {};
+  /// Runs a job and returns its exit status, as launch::run() does on this host.
+  std::function<int(const launch::RunOptions&)> run_job = &launch::run;
+  /// The hosts over which run_job() spreads ranks, "node-a:2,node-b:2", for the report; empty: this one.
+  std::string hosts = {};
   /// The `lockstep` program, which measures the barrier by `lockstep bench`; empty: it is not measured.
   std::string lockstep = {};
   /// Called between measuring the barrier and running the program.

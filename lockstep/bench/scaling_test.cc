@@ -57,6 +57,15 @@ TEST(ThroughputLog, TakesTheLastLineOfTheLowestRank) {
   EXPECT_FALSE(log.trainer());
 }
 
+TEST(ThroughputLog, AMarkedLineIsOfItsRank) {
+  ThroughputLog log;
+  log.feed(1, kOut, "[rank 2] LOCKSTEP_SCALING 5\n[rank x] LOCKSTEP_SCALING 6\n[rank 1]LOCKSTEP_SCALING 6\n");
+  log.feed(0, kOut, "[rank 7] LOCKSTEP_SCALING 8\n");
+  EXPECT_EQ(log.marked()->value, 5);
+  log.feed(1, kError, "[rank 0] epoch 1: 45% [00:12<00:15, samples/s=100]\n");
+  EXPECT_EQ(log.trainer()->value, 100);
+}
+
 TEST(ThroughputLog, PassesOverWhatIsNoThroughput) {
   ThroughputLog log;
   for (const char* line :
@@ -155,6 +164,19 @@ TEST(ScalingReport, TheTableHasARowForEachNumberOfRanks) {
   EXPECT_THAT(text, AllOf(HasSubstr("\n#      1 #############|\n"),
                           HasSubstr("\n#      2 #######################  |\n"),
                           HasSubstr("\n#      4 ##############################                    |\n")));
+}
+
+TEST(ScalingReport, OverHostsARowSaysHowMany) {
+  auto report = example();
+  report.points[2].hosts = 2;
+  report.hosts = "node-a:2,node-b:2";
+  EXPECT_THAT(format_scaling(report, kMachine, kCommand),
+              AllOf(HasSubstr(", hosts node-a:2,node-b:2\n"), HasSubstr("\n#  ranks  hosts    time(s)"),
+                    ContainsRegex("\n +2 +1 +6.00 +180 "), ContainsRegex("\n +4 +2 +5.00 +240 "),
+                    Not(HasSubstr("cores"))));
+  const auto json = nlohmann::json::parse(scaling_json(report, kMachine, kCommand));
+  EXPECT_EQ(json["hosts"], "node-a:2,node-b:2");
+  EXPECT_EQ(json["results"][2]["hosts"], 2);
 }
 
 TEST(ScalingReport, ASpeedupBeyondTheIdealFitsInToo) {

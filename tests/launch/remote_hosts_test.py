@@ -68,6 +68,52 @@ def cluster(programs, make_hosts):
     return Cluster(programs, make_hosts(2))
 
 
+def test_scaling_over_hosts_fills_them_in_their_order(programs, cluster):
+    says = "echo rank $RANK on $(hostname); [ $RANK != 0 ] || echo LOCKSTEP_SCALING $((90 * WORLD_SIZE + 10)) images/s"
+    command = [programs.find("lockstep"), "scaling", "--rsh", cluster.shell, "-H", "host-a:2,host-b:1", "--json", "out.json"]
+    done = programs.run(*cluster.net.inside(0, *command, "--", "sh", "-c", says))
+    assert done.status == 0, done.text
+    report = json.loads((programs.folder / "out.json").read_text())
+    assert (report["hosts"], report["throughput_from"], report["unit"]) == ("host-a:2,host-b:1", "program", "images/s")
+    numbers = ("ranks", "hosts", "throughput")
+    assert [[each[name] for name in numbers] for each in report["results"]] == [[1, 1, 100], [2, 1, 190], [3, 2, 280]]
+    rows = [line.split() for line in done.stdout.splitlines() if not line.startswith("#")]
+    assert [row[:2] for row in rows] == [["1", "1"], ["2", "1"], ["3", "2"]], done.text
+    assert "[rank 1] rank 1 on host-a" in done.stderr and "rank 2 on host-b" in done.stderr, done.text
+
+
+def test_scaling_measures_the_barrier_between_hosts(programs, cluster):
+    cluster.run("host-a,host-b", programs.find("all_reduce")).skip_without_ucx()
+    command = [programs.find("lockstep"), "scaling", "--rsh", cluster.shell, "-H", "host-a,host-b", "--json", "-", "true"]
+    done = programs.run(*cluster.net.inside(0, *command))
+    assert done.status == 0, done.text
+    one, two = json.loads(done.stdout)["results"]
+    assert one["barrier_us"] is None and two["barrier_us"] > 0, done.text
+
+
+def test_scaling_ends_with_the_job_that_fails(programs, cluster):
+    command = [programs.find("lockstep"), "scaling", "--no-barrier", "--rsh", cluster.shell, "-H"]
+    failing = programs.run(*cluster.net.inside(0, *command, "host-a,host-b", "--", "sh", "-c", "exit $RANK"))
+    assert failing.status == 1 and "the program failed with 2 ranks" in failing.stderr, failing.text
+    assert len([line for line in failing.stdout.splitlines() if not line.startswith("#")]) == 1, failing.text
+    too_many = programs.run(*command, "host-a,host-b", "--ranks", "1,3", "true")
+    assert too_many.status == 2 and "the hosts of -H have 2 slots" in too_many.stderr, too_many.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_scaling_ends_the_ranks_of_all_hosts(programs, cluster, number):
+    command = [programs.find("lockstep"), "scaling", "--no-barrier", "--rsh", cluster.shell, "-H", "host-a,host-b"]
+    waits = "[ $WORLD_SIZE = 1 ] || { echo rank $RANK waits; exec sleep 1000; }"
+    child = programs.start(*cluster.net.inside(0, *command, "sh", "-c", waits))
+    child.wait_for("rank 0 waits", "stderr")
+    child.wait_for("rank 1 waits", "stderr")
+    child.kill(number)
+    done = child.finish()
+    assert done.status == 128 + number, done.text
+    assert [line.split()[0] for line in done.stdout.splitlines() if not line.startswith("#")] == ["1"], done.text
+    programs.wait_until_gone()
+
+
 def test_one_command_runs_a_job_on_two_hosts(programs, cluster):
     done = cluster.run("host-a:2,host-b:1", programs.find("all_reduce"))
     done.skip_without_ucx()

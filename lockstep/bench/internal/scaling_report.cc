@@ -102,7 +102,7 @@ ScalingReport make_scaling_report(const std::vector<ScalingRuns>& all, Scaling s
     report.unit = *trainer;
   }
   for (const ScalingRuns& runs : all) {
-    ScalingPoint point{.ranks = runs.ranks, .barrier_us = runs.barrier_us};
+    ScalingPoint point{.ranks = runs.ranks, .hosts = runs.hosts, .barrier_us = runs.barrier_us};
     point.seconds = median_of(runs.runs, [](const ScalingRun& run) { return run.seconds; });
     point.throughput = median_of(runs.runs, [&](const ScalingRun& run) {
       if (report.source == ThroughputSource::kMarked) return run.marked->value;
@@ -119,17 +119,22 @@ ScalingReport make_scaling_report(const std::vector<ScalingRuns>& all, Scaling s
 
 std::string format_scaling(const ScalingReport& report, const BenchMachine& machine,
                            const std::vector<std::string>& command) {
-  std::string text = "# lockstep scaling " + machine.lockstep_version + ", torch " + machine.torch_version +
-                     ", host " + machine.host + formatted(", usable cores %d\n", machine.cores);
+  const bool over_hosts = !report.hosts.empty();
+  std::string text =
+      "# lockstep scaling " + machine.lockstep_version + ", torch " + machine.torch_version +
+      (over_hosts ? ", hosts " + report.hosts + "\n"
+                  : ", host " + machine.host + formatted(", usable cores %d\n", machine.cores));
   text += "# " + c10::Join(" ", command) + "\n# throughput in " + report.unit + ", " +
           describe_source(report) + "\n";
-  if (report.points.back().ranks > machine.cores) {
+  if (!over_hosts && report.points.back().ranks > machine.cores) {
     text += formatted("# note: %d ranks share %d cores\n", report.points.back().ranks, machine.cores);
   }
-  text += "#  ranks    time(s)   throughput  speedup  efficiency  barrier(us)\n";
+  text += std::string("#  ranks") + (over_hosts ? "  hosts" : "") +
+          "    time(s)   throughput  speedup  efficiency  barrier(us)\n";
   for (const ScalingPoint& point : report.points) {
-    text += formatted("  %6d %10.2f %12.5g %8.2f %9.1f %% ", point.ranks, point.seconds, point.throughput,
-                      point.speedup, 100 * point.efficiency);
+    text += formatted("  %6d ", point.ranks) + (over_hosts ? formatted("%6d ", point.hosts) : "");
+    text += formatted("%10.2f %12.5g %8.2f %9.1f %% ", point.seconds, point.throughput, point.speedup,
+                      100 * point.efficiency);
     text += point.barrier_us ? formatted(" %11.2f\n", *point.barrier_us) : formatted(" %11s\n", "-");
   }
   return text + format_bars(report);
@@ -148,13 +153,12 @@ std::string scaling_json(const ScalingReport& report, const BenchMachine& machin
                                  {"throughput_from", source},
                                  {"work", report.scaling == Scaling::kStrong ? "fixed" : "per-rank"},
                                  {"unit", report.unit}};
+  if (!report.hosts.empty()) json["hosts"] = report.hosts;
   json["results"] = nlohmann::ordered_json::array();
   for (const ScalingPoint& point : report.points) {
-    nlohmann::ordered_json entry = {{"ranks", point.ranks},
-                                    {"seconds", point.seconds},
-                                    {"throughput", point.throughput},
-                                    {"speedup", point.speedup},
-                                    {"efficiency", point.efficiency}};
+    nlohmann::ordered_json entry = {{"ranks", point.ranks},     {"hosts", point.hosts},
+                                    {"seconds", point.seconds}, {"throughput", point.throughput},
+                                    {"speedup", point.speedup}, {"efficiency", point.efficiency}};
     entry["barrier_us"] = point.barrier_us ? nlohmann::ordered_json(*point.barrier_us) : nullptr;
     json["results"].push_back(std::move(entry));
   }

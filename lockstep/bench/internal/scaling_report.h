@@ -21,6 +21,7 @@ struct ScalingRun {
 /// All runs with one number of ranks, at least one.
 struct ScalingRuns {
   int ranks = 0;
+  int hosts = 1;  ///< over which they are spread
   std::vector<ScalingRun> runs = {};
   std::optional<double> barrier_us = {};  ///< median latency
 };
@@ -32,6 +33,7 @@ enum class ThroughputSource { kMarked, kTrainer, kTime };
 /// throughput divided by that of one of the first point's ranks.
 struct ScalingPoint {
   int ranks = 0;
+  int hosts = 1;
   double seconds = 0;
   double throughput = 0;
   double speedup = 0;
@@ -43,6 +45,7 @@ struct ScalingReport {
   ThroughputSource source = ThroughputSource::kTime;
   Scaling scaling = Scaling::kStrong;
   std::string unit = {};
+  std::string hosts = {};  ///< "node-a:2,node-b:2"; empty: this one
   std::vector<ScalingPoint> points = {};
 };
 

@@ -17,7 +17,8 @@ struct Throughput {
 /// What a program says about its throughput, found in what its processes write. Not thread-safe.
 class ThroughputLog {
  public:
-  /// Bytes of a rank's standard output (1) or error (2), as they come.
+  /// Bytes of a rank's standard output (1) or error (2), as they come. A line that begins with "[rank N] ", as a host's
+  /// launcher marks it, is rank N's.
   void feed(int rank, int stream, std::string_view bytes);
   /// All processes have ended: their unfinished lines are whole.
   void finish();

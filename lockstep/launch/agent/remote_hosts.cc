@@ -141,7 +141,10 @@ class RemoteAgents {
   explicit RemoteAgents(const RemoteRun& run)
       : run_(run),
         guardian_(static_cast<int>(run.agents.size())),
-        output_({.nprocs = static_cast<int>(run.agents.size()), .prefix = false}) {}
+        output_({.nprocs = static_cast<int>(run.agents.size()),
+                 .prefix = false,
+                 .targets = run.output,
+                 .observe = run.observe_output}) {}
 
   int run() {
     start();

@@ -1,7 +1,10 @@
 #pragma once
 
+#include <array>
 #include <chrono>
+#include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 /// `lockstep run -H`: agents on several hosts, started by ssh or another remote shell.
@@ -33,6 +36,10 @@ struct RemoteRun {
   std::string secret;
   std::vector<std::string> variables;  // "NAME=value", for the agents and what they start
   std::chrono::nanoseconds grace_period = std::chrono::seconds(30);
+  std::array<int, 2> output = {
+      1, 2};  // descriptors for what the agents write to their standard output and error
+  // As RunOptions::observe_output, of agents in place of ranks: what the ranks write is in it with their marks.
+  std::function<void(int, int, std::string_view)> observe_output = {};
 };
 
 /// What starts the agent: its own words on this host, otherwise the remote shell's, which change to this process's folder there.
