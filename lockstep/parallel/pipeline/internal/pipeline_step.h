@@ -10,7 +10,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <lockstep/parallel/pipeline/internal/pipeline_core.h>
 #include <lockstep/parallel/pipeline/internal/split_backward.h>

@@ -3,8 +3,8 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 namespace lockstep::pipeline::internal {
 
