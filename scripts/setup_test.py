@@ -329,6 +329,12 @@ def test_a_signal_to_a_tool_alone_is_no_error(tree, tool, body, status, word):
     assert f"quickstart: {word}; run it again to go on where it stopped" in result.stderr.splitlines() and "error" not in result.stderr
 
 
+def test_a_tool_that_was_killed_is_an_error(tree):
+    tree.fake("cmake", "kill -KILL $$")
+    result = tree.run("find_given_torch; purpose=tests; configure release", CXX="any-g++")
+    assert result.returncode == 1 and "could not configure" in result.stderr.splitlines()[-1], result.stderr
+
+
 def test_configures_once_for_each_compiler_and_torch(tree):
     tree.fake("cmake", 'echo "$@" >>"$FAKE_CALLS"; mkdir -p build/release; touch build/release/{build.ninja,CMakeCache.txt}')
     for compiler in ("any-g++", "any-g++", "env any-g++", "env any-g++"):

@@ -40,8 +40,7 @@ configure() {
   options+=(${kit_options[@]+"${kit_options[@]}"})
   if [[ $purpose == training ]]; then options+=(-DLOCKSTEP_BUILD_{TESTS,BENCHMARKS,PYTHON}=OFF); fi
   local status=0
-  (cd "$root" && run_logged cmake --preset "$1" ${options[@]+"${options[@]}"} -DLOCKSTEP_TORCH="$given_torch") || status=$?
-  ((status < 128)) || exit "$status"  # run_logged has said that a signal ended it
+  run_logged env -C "$root" cmake --preset "$1" ${options[@]+"${options[@]}"} -DLOCKSTEP_TORCH="$given_torch" || status=$?
   ((status == 0)) || die "cmake could not configure: $(cmake_error)" "read the log; after mending it run scripts/$program again"
   printf '%s\n' "$purpose $key" >"$folder/.lockstep-key"
 }

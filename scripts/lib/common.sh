@@ -57,8 +57,9 @@ show_steps() {
   done | tee -ia "$log"
 }
 
-# run_logged COMMAND...: output to the terminal and the log; returns the command's status. One that a signal has ended is no error,
-# also where this script has not got the signal, or ignores it: in the background, say, where shells ignore Ctrl-C.
+# run_logged COMMAND...: output to the terminal and the log; returns the command's status. Where Ctrl-C or SIGTERM has ended the
+# command, which is no error, it ends the script: so not in a subshell. Also where this script has not got the signal, or ignores
+# it: in the background, say, where shells ignore Ctrl-C.
 run_logged() {
   local status=0
   printf '+ %s\n' "$*" >>"$log"

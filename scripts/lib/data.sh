@@ -27,7 +27,7 @@ ensure_data() {
   local unpack=$root/data/unpack
   rm -rf "$unpack"
   mkdir -p "$unpack" "$data"
-  (cd "$unpack" && run_logged apt-get -o Acquire::Retries=2 download "${packages_data[0]}") ||
+  run_logged env -C "$unpack" apt-get -o Acquire::Retries=2 download "${packages_data[0]}" ||
     die "Fashion-MNIST could not be downloaded" "check the network (as root: apt-get update), or $elsewhere"
   run_logged dpkg-deb -x "$unpack/${packages_data[0]}"_*.deb "$unpack" ||
     die "Debian's ${packages_data[0]} could not be unpacked" "free some disk space, or $elsewhere"

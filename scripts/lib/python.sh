@@ -13,7 +13,7 @@ install_python() {
     return 0
   fi
   headline "installing the Python module into .venv"
-  (cd "$root" && LOCKSTEP_TORCH=$given_torch run_logged python -m pip install --quiet --disable-pip-version-check \
-    --no-index --no-deps --no-build-isolation --force-reinstall --config-settings "prebuilt=$stage" ./python) ||
+  LOCKSTEP_TORCH=$given_torch run_logged env -C "$root" python -m pip install --quiet --disable-pip-version-check \
+    --no-index --no-deps --no-build-isolation --force-reinstall --config-settings "prebuilt=$stage" ./python ||
     die "pip could not install the Python module" "read why in the log"
 }
