@@ -42,6 +42,8 @@ TEST(ExceptionText, HasNoStackAlsoOfAnErrorThatTheMessageQuotes) {
   EXPECT_EQ(text_of(c10::DistNetworkError(here, "can't connect: " + quoted)), "can't connect: no answer");
   EXPECT_EQ(text_of(c10::Error(here, "one\n\ntwo\n")), "one\n\ntwo\n");
   EXPECT_EQ(text_of(std::runtime_error(quoted)), quoted);
+  const std::string of_a_video = "can't decode:\nframe #12 is damaged\nException raised from a camera\n";
+  EXPECT_EQ(text_of(c10::Error(here, of_a_video)), of_a_video.substr(0, of_a_video.size() - 1));
 }
 
 TEST(Memory, PagesAreThoseOfTheSystem) {

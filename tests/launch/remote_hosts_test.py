@@ -227,7 +227,7 @@ def test_the_loss_of_a_shell_ends_all_hosts(programs, cluster):
     os.kill(cluster.shell_of("host-b"), signal.SIGKILL)
     done = job.finish()
     assert done.status == 1, done.text
-    assert "host-b can't be reached, or its remote shell was lost: it was killed by signal 9 (SIGKILL)" in done.stderr, done.text
+    assert "host-b can't be reached, its remote shell was lost, or its agent was killed: the shell was killed by signal 9 (SIGKILL)" in done.stderr, done.text
     programs.wait_until_gone()
 
 
@@ -342,7 +342,7 @@ def test_the_command_says_to_its_agents_that_it_lives(programs):
 def test_a_host_that_can_not_be_reached_is_named_with_the_shells_words(programs, cluster):
     done = cluster.run("host-a,host-z", "sh", "-c", STAY)
     assert done.status == 1, done.text
-    assert re.search(r"host-z can't be reached, .*: it exited with status 255; started as: .*/shell host-z ", done.stderr), done.text
+    assert re.search(r"host-z can't be reached, .*: the shell exited with status 255; started as: .*/shell host-z ", done.stderr), done.text
     assert "    no host host-z\n" in done.stderr, done.text
     programs.wait_until_gone()
 

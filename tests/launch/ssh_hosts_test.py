@@ -122,7 +122,7 @@ def test_the_loss_of_a_connection_ends_all_hosts(programs, hosts, lost):
         assert wait_for_end(pid, time.monotonic() + HANG)
     done = job.finish()
     assert done.status == 1, done.text
-    assert "host-b can't be reached, or its remote shell was lost" in done.stderr, done.text
+    assert "host-b can't be reached, its remote shell was lost, or its agent was killed" in done.stderr, done.text
     programs.wait_until_gone()
 
 

@@ -154,10 +154,21 @@ void LineForwarder::take_row(size_t index, std::string& out) {
   row_owner_ = kNoSource;
 }
 
+namespace {
+
+/// A line as its rank has written it, which an agent passes on with a mark.
+std::string_view without_mark(std::string_view line) {
+  if (!line.starts_with("[rank ")) return line;
+  const size_t end = line.find("] ");
+  return end == line.npos ? line : line.substr(end + 2);
+}
+
+}  // namespace
+
 void LineTail::feed(std::string_view bytes) {
   for (char byte : bytes) {
     if (byte == '\n') {
-      if (!is_stack_line(current_)) complete_.push_back(std::move(current_));
+      if (!is_stack_line(without_mark(current_))) complete_.push_back(std::move(current_));
       current_.clear();
       returned_ = false;
       if (complete_.size() > kLines) complete_.pop_front();

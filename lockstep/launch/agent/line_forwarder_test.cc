@@ -107,6 +107,7 @@ TEST(LineTail, LeavesStacksOut) {
   LineTail tail;
   tail.feed("  what():  no such data\nException raised from read at data.cc:7 (most recent call first):\n");
   for (int i = 0; i < 30; ++i) tail.feed("frame #" + std::to_string(i) + ": main + 0x85 (0x7f in train)\n");
+  tail.feed("[rank 1] frame #30: main + 0x85 (0x7f in train)\n");
   tail.feed("\nAborted\n");
   EXPECT_EQ(tail.lines(), (std::vector<std::string>{"  what():  no such data", "", "Aborted"}));
 }

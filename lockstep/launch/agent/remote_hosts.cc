@@ -56,7 +56,6 @@ constexpr int kNotExecuted = 126;
 constexpr int kNotFound = 127;
 // And how one ends whose command a signal has killed: this and the signal's number.
 constexpr int kBySignal = 128;
-constexpr int kStatusOfSsh = 255;  // where it has none of the command
 // An agent that gets one of these ends its workers, and with kBySignal and its number. It catches no others.
 constexpr std::array<int, 5> kSignalsOfAgents = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1};
 
@@ -290,9 +289,10 @@ class RemoteAgents {
     if (run_.agents[i].host.is_here()) return ": the agent " + end;
     if (could_not_start(i)) return ": the agent could not be started: its shell " + end;
     const int signal = WIFEXITED(status) ? WEXITSTATUS(status) - kBySignal : 0;
-    if (signal > 0 && signal < kStatusOfSsh - kBySignal)
+    if (signal > 0 && signal < NSIG)
       return ": the agent was " + describe_wait_status(signal) + ", as its shell says, which " + end;
-    return " can't be reached, or its remote shell was lost: it " + end;
+    // With 255 ssh ends for each of these.
+    return " can't be reached, its remote shell was lost, or its agent was killed: the shell " + end;
   }
 
   void report(size_t i) {

@@ -136,8 +136,11 @@ class CoordinatorServer::Peer : public EventHandler {
   /// Where the connection has closed, its descriptor is forgotten at once: the next one may get its number.
   void after_use(int fd) {
     if (tls_->phase() != TlsConnection::Phase::kClosed) return watch();
-    if (phase_ == Phase::kUnknown && tls_->disagreed())
-      server_.say_once("a connection from " + from_ + " has failed in the TLS handshake; " + why_refused());
+    if (phase_ == Phase::kUnknown && tls_->disagreed()) {
+      // What the other end says of its version is its own text, so it makes no line that is another one.
+      server_.say_once("a connection from " + from_ + " has failed in the TLS handshake; " + why_refused(),
+                       from_ + (tls_->other_version().empty() ? " handshake" : " version"));
+    }
     server_.loop_.forget(fd);
     enter(Phase::kClosed);
   }
@@ -332,9 +335,10 @@ void CoordinatorServer::become_only_connection(Peer& peer) {
   }
 }
 
-void CoordinatorServer::say_once(const std::string& text) {
+void CoordinatorServer::say_once(const std::string& text, const std::string& what) {
   constexpr size_t kMost = 100;  // strangers may come from any number of addresses
-  if (options_.report && said_.size() < kMost && said_.insert(text).second) options_.report(text);
+  if (options_.report && said_.size() < kMost && said_.insert(what.empty() ? text : what).second)
+    options_.report(text);
 }
 
 void CoordinatorServer::begin_stream(Peer& peer) {

@@ -77,7 +77,8 @@ class CoordinatorServer : public EventHandler {
   void drop_closed();
   void begin_stream(Peer& peer);
   void become_only_connection(Peer& peer);
-  void say_once(const std::string& text);
+  /// `what`: lines of which it is the same are said once; empty: the text itself.
+  void say_once(const std::string& text, const std::string& what = {});
 
   EventLoop& loop_;
   TlsKey key_;
