@@ -109,7 +109,7 @@ class Trainer final : public TrainerCore {
                                                                torch::optim::Optimizer& optimizer,
                                                                Loader& loader, LossFunction loss_of,
                                                                TrainerOptions options = {})
-      : Trainer(module_in(model), optimizer, loader, std::move(loss_of), std::move(options)) {}
+      : Trainer(*handle_in(model), optimizer, loader, std::move(loss_of), std::move(options)) {}
   /// Wraps the module in a shared_ptr or a holder by options.strategy, and makes the optimizer for it.
   template <class Given, OptimizerDefaults Defaults>
   requires std::same_as<Model, StrategyModel<ContainedModule<Given>>> Trainer(const Given& net,
@@ -117,8 +117,8 @@ class Trainer final : public TrainerCore {
                                                                               Loader& loader,
                                                                               LossFunction loss_of,
                                                                               TrainerOptions options = {})
-      : Trainer(std::make_shared<Model>(internal::handle_of(net), optimizer, options), loader,
-                std::move(loss_of), options) {}
+      : Trainer(std::make_shared<Model>(handle_in(net), optimizer, options), loader, std::move(loss_of),
+                options) {}
   /// Makes a pipeline of this rank's stages, and the optimizer for them. Throws c10::ValueError for what PipelinedModel and
   /// PipelineRunner refuse.
   template <OptimizerDefaults Defaults>
@@ -228,10 +228,12 @@ class Trainer final : public TrainerCore {
   }
 
   template <class Given>
-  static Model& module_in(const Given& given) {
-    const auto handle = internal::handle_of(given);
-    TORCH_CHECK_VALUE(handle != nullptr, "Trainer: the module is empty");
-    return *handle;
+  static auto handle_in(const Given& given) {
+    constexpr const char* kIsEmpty = "Trainer: the module is empty";
+    if constexpr (requires { given.is_empty(); }) TORCH_CHECK_VALUE(!given.is_empty(), kIsEmpty);
+    auto handle = internal::handle_of(given);
+    TORCH_CHECK_VALUE(handle != nullptr, kIsEmpty);
+    return handle;
   }
 
   void set_up() {

@@ -293,8 +293,15 @@ TEST(Trainer, TakesAModuleInAHolderWithItsOptimizer) {
 
   Loader loader(Points{12}, {.batch_size = 3});
   std::shared_ptr<SmallNet> empty;
-  EXPECT_THAT(message_of<c10::ValueError>([&] { Trainer(empty, plain, loader, loss_of); }),
-              HasSubstr("the module is empty"));
+  HeldNet empty_holder(nullptr);
+  for (const std::string& error : {
+           message_of<c10::ValueError>([&] { Trainer(empty, plain, loader, loss_of); }),
+           message_of<c10::ValueError>([&] { Trainer(empty_holder, plain, loader, loss_of); }),
+           message_of<c10::ValueError>(
+               [&] { Trainer(empty_holder, torch::optim::SGDOptions(0.1), loader, loss_of); }),
+       }) {
+    EXPECT_THAT(error, HasSubstr("the module is empty"));
+  }
 }
 
 // What is no model is deduced to a class whose constructor says so in one line: NoModel's.
