@@ -113,7 +113,7 @@ TEST(CheckpointFailure, ASaveOnOneRankAloneIsNamedInTheErrorsOfAll) {
               auto world = init_process_group();
               // What an operation is for is no part of what must be the same.
               std::optional<CallSite> site;
-              if (rank == 0) site.emplace("a checkpoint");
+              if (rank == 0) site.emplace(CallSite::kCheckpoint);
               auto ones = torch::ones({2});
               all_reduce(ones);
               EXPECT_EQ(ones[0].item<float>(), 2);

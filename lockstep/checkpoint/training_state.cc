@@ -71,7 +71,7 @@ void append(std::vector<std::string>& to, const std::vector<std::string>& keys) 
 
 /// What other ranks of the group say that fails there; empty if nothing does. Collective.
 std::string failures_of_others(const ProcessGroup& group, const std::string& own) {
-  const CallSite site("a checkpoint");
+  const CallSite site(CallSite::kCheckpoint);
   const std::vector<std::string> texts = all_gather_values(own, group);
   std::string failures;
   for (size_t rank = 0; rank < texts.size(); ++rank) {

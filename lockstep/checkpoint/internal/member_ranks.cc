@@ -1,4 +1,3 @@
-#include <string_view>
 #include <utility>
 
 #include <c10/util/Exception.h>
@@ -8,12 +7,6 @@
 #include <lockstep/collectives/objects.h>
 
 namespace lockstep::checkpoint::internal {
-namespace {
-
-/// Of kToldPurposes: a save on one rank alone meets whatever the others call.
-constexpr std::string_view kPurpose = "a checkpoint";
-
-}  // namespace
 
 MemberRanks::MemberRanks(ProcessGroup group, bool alone) : group_(std::move(group)) {
   if (!group_ && is_initialized()) group_ = default_group();
@@ -32,7 +25,7 @@ std::chrono::nanoseconds MemberRanks::timeout() const {
 
 std::vector<c10::IValue> MemberRanks::gather(const c10::IValue& object) const {
   if (!talks_) return {object};
-  const CallSite site(kPurpose);
+  const CallSite site(CallSite::kCheckpoint);
   std::vector<c10::IValue> objects(leads() ? static_cast<size_t>(group_size_) : 0);
   gather_object(object, leads() ? &objects : nullptr, get_global_rank(group_, 0), group_);
   return objects;
@@ -40,7 +33,7 @@ std::vector<c10::IValue> MemberRanks::gather(const c10::IValue& object) const {
 
 c10::IValue MemberRanks::scatter(const std::vector<c10::IValue>& objects) const {
   if (!talks_) return objects.at(0);
-  const CallSite site(kPurpose);
+  const CallSite site(CallSite::kCheckpoint);
   std::vector<c10::IValue> mine(1);
   scatter_object_list(mine, leads() ? objects : std::vector<c10::IValue>{}, get_global_rank(group_, 0),
                       group_);
@@ -49,7 +42,7 @@ c10::IValue MemberRanks::scatter(const std::vector<c10::IValue>& objects) const 
 
 c10::IValue MemberRanks::broadcast(const c10::IValue& object) const {
   if (!talks_) return object;
-  const CallSite site(kPurpose);
+  const CallSite site(CallSite::kCheckpoint);
   std::vector<c10::IValue> objects = {object};
   broadcast_object_list(objects, get_global_rank(group_, 0), group_);
   return objects[0];
@@ -57,7 +50,7 @@ c10::IValue MemberRanks::broadcast(const c10::IValue& object) const {
 
 std::vector<c10::IValue> MemberRanks::all_gather(const c10::IValue& object) const {
   if (!talks_) return {object};
-  const CallSite site(kPurpose);
+  const CallSite site(CallSite::kCheckpoint);
   std::vector<c10::IValue> objects(static_cast<size_t>(group_size_));
   all_gather_object(objects, object, group_);
   return objects;

@@ -83,6 +83,8 @@ const char* profiling_title(bool is_send, bool from_any, bool as_gloo) {
 
 }  // namespace
 
+static_assert(kToldPurposes[1] == CallSite::kCheckpoint);
+
 CallSite::CallSite(std::string_view purpose, const std::source_location& where)
     : before_(std::exchange(call_site, this)),
       purpose_(purpose.empty() && before_ != nullptr ? before_->purpose_ : purpose),

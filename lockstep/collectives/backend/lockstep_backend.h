@@ -30,6 +30,8 @@ class StagingArea;
 /// traces say, and of kToldPurposes the errors of all ranks. Without a purpose they are for what the one around it says.
 class CallSite {
  public:
+  static constexpr std::string_view kCheckpoint = "a checkpoint";  // of kToldPurposes
+
   /// `purpose`: lives as long as this object.
   explicit CallSite(std::string_view purpose,
                     const std::source_location& where = std::source_location::current());
