@@ -76,10 +76,12 @@ flight::CodePlace place_in(PyCodeObject* code, int instruction) {
 
 /// What CallSite asks. No lock of the engine is held, so that a holder of the GIL may want any of them meanwhile.
 flight::CodePlace find_place() {
+  // After Py_Finalize has begun no thread may ask for the GIL, or look at its state, which is being freed.
+  if (Py_IsInitialized() == 0) return {};
   const PyThreadState* thread = PyGILState_GetThisThreadState();
-  // After Py_Finalize has begun no thread may ask for the GIL.
-  if (thread == nullptr || !runs_python(thread) || Py_IsInitialized() == 0) return {};
+  if (thread == nullptr || !runs_python(thread)) return {};
   const py::gil_scoped_acquire gil;
+  const py::error_scope pending;  // what is raised here is not the caller's
   auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame) {
     auto* const here = reinterpret_cast<PyFrameObject*>(frame.ptr());
