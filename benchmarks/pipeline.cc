@@ -3,7 +3,7 @@
 //     lockstep run --nproc-per-node 2 bench_pipeline 1F1B sleep 4 1
 //
 // The operation is a schedule; the argument what stages compute: `sleep` (layers that only sleep, so that cores don't matter:
-// 5 ms each for forward, the gradients of the inputs, and those of the weights), `wide` (the same with 512 KiB a micro-batch),
+// 10 ms each for forward, the gradients of the inputs, and those of the weights), `wide` (the same with 512 KiB a micro-batch),
 // `empty` (next to nothing: the overhead of an action), or `transformer` (12 layers). peers/python_pipeline.py does the same
 // with torch.distributed.pipelining.
 #include <algorithm>
@@ -36,7 +36,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr int64_t kMicroBatches = 8;
-constexpr auto kNap = std::chrono::milliseconds(5);
+constexpr auto kNap = std::chrono::milliseconds(10);
 
 std::vector<int64_t> naps;  // how long each took since the list was emptied
 

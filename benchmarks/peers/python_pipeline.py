@@ -15,7 +15,7 @@ import command_loop
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B,
              "InterleavedZeroBubble": ScheduleInterleavedZeroBubble}
-MICRO_BATCHES, NAP = 8, 0.005
+MICRO_BATCHES, NAP = 8, 0.01
 LAYERS, WIDTH, LENGTH, ROWS = 12, 256, 64, 2
 FEATURES = {"wide": 128 << 10}  # of the layers that sleep or do next to nothing
 
