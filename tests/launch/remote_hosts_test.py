@@ -277,7 +277,7 @@ def test_a_shell_that_fails_by_a_status_of_its_own_ends_all(programs, cluster):
     shell.chmod(0o700)
     command = [programs.find("lockstep"), "run", "--rsh", shell, "-H", "host-a,host-b", "--grace-period", 1000]
     done = programs.start(*cluster.net.inside(0, *command, "sh", "-c", STAY)).finish()
-    assert done.status == 1 and re.search("host-b can't be reached, .*: it exited with status 125;", done.stderr), done.text
+    assert done.status == 1 and re.search("host-b can't be reached, .*: the shell exited with status 125;", done.stderr), done.text
     programs.wait_until_gone()
 
 
