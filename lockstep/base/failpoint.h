@@ -7,7 +7,7 @@
 ///
 /// LOCKSTEP_FAILPOINTS="NAME=ACTION[;NAME=ACTION…]", ACTION one of
 ///   exit(STATUS)          ends the process with _exit
-///   kill(SIGNAL)          sends itself the signal (9: crash, 19: stop)
+///   kill(SIGNAL)          sends the calling thread the signal (9: crash, 19: stop, of the whole process)
 ///   error(TEXT)           throws c10::Error with the text
 ///   delay(MILLISECONDS)   waits
 ///   errno(NUMBER)         the system call at that place fails with this error number
