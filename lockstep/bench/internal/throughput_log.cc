@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <system_error>
 
+#include <lockstep/base/text/rank_mark.h>
 #include <lockstep/bench/internal/throughput_log.h>
 
 namespace lockstep::bench::internal {
@@ -11,7 +12,6 @@ namespace {
 
 constexpr std::string_view kMark = "LOCKSTEP_SCALING ";
 constexpr std::string_view kOfTrainer = "samples/s=";
-constexpr std::string_view kRankMark = "[rank ";
 constexpr const char* kUsualUnit = "samples/s";
 // A line that is longer is none that we look for.
 constexpr size_t kLongestThroughputLine = size_t{64} << 10;
@@ -23,19 +23,6 @@ std::optional<double> take_number(std::string_view& text) {
   if (error != std::errc() || !std::isfinite(value) || value <= 0) return std::nullopt;
   text.remove_prefix(static_cast<size_t>(end - text.data()));
   return value;
-}
-
-/// The rank whose mark the line begins with; the line is left without it.
-std::optional<int> take_rank(std::string_view& line) {
-  if (!line.starts_with(kRankMark)) return std::nullopt;
-  int rank = 0;
-  const char* const end = line.data() + line.size();
-  const auto [stop, error] = std::from_chars(line.data() + kRankMark.size(), end, rank);
-  if (error != std::errc() || rank < 0) return std::nullopt;
-  const std::string_view rest(stop, static_cast<size_t>(end - stop));
-  if (!rest.starts_with("] ")) return std::nullopt;
-  line = rest.substr(2);
-  return rank;
 }
 
 }  // namespace
@@ -67,7 +54,7 @@ std::optional<Throughput> ThroughputLog::trainer() const {
 }
 
 void ThroughputLog::take_line(int rank, std::string_view line) {
-  rank = take_rank(line).value_or(rank);
+  rank = take_rank_mark(line).value_or(rank);
   if (line.starts_with(kMark)) {
     std::string_view rest = line.substr(kMark.size());
     if (const auto value = take_number(rest); value && (rest.empty() || rest.front() == ' ')) {

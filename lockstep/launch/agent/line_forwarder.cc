@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <utility>
 
+#include <lockstep/base/text/rank_mark.h>
 #include <lockstep/base/text/stack_lines.h>
 #include <lockstep/launch/agent/line_forwarder.h>
 
@@ -154,21 +155,12 @@ void LineForwarder::take_row(size_t index, std::string& out) {
   row_owner_ = kNoSource;
 }
 
-namespace {
-
-/// A line as its rank has written it, which an agent passes on with a mark.
-std::string_view without_mark(std::string_view line) {
-  if (!line.starts_with("[rank ")) return line;
-  const size_t end = line.find("] ");
-  return end == line.npos ? line : line.substr(end + 2);
-}
-
-}  // namespace
-
 void LineTail::feed(std::string_view bytes) {
   for (char byte : bytes) {
     if (byte == '\n') {
-      if (!is_stack_line(without_mark(current_))) complete_.push_back(std::move(current_));
+      std::string_view line = current_;
+      take_rank_mark(line);  // an agent's
+      if (!is_stack_line(line)) complete_.push_back(std::move(current_));
       current_.clear();
       returned_ = false;
       if (complete_.size() > kLines) complete_.pop_front();

@@ -12,6 +12,7 @@
 
 #include <lockstep/base/files/nonblocking.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/text/rank_mark.h>
 #include <lockstep/launch/agent/orphan_watch.h>
 #include <lockstep/launch/agent/output_router.h>
 
@@ -35,7 +36,7 @@ bool same_place(int a, int b) {
 }
 
 std::string prefix_of(int rank, bool wanted) {
-  return wanted ? "[rank " + std::to_string(rank) + "] " : std::string();
+  return wanted ? rank_mark(rank) : std::string();
 }
 
 }  // namespace
