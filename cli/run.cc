@@ -79,9 +79,7 @@ struct RunArguments {
   std::string role = "default";
   std::string signals_to_handle = launch::RunOptions().signals_to_handle;
   std::string start_method = "forkserver";
-  std::vector<std::string> remote_hosts;
-  std::string remote_shell = "ssh -T -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5";
-  std::vector<std::string> passed_on;
+  RemoteHostsArguments remote;
   int parent_pid = 0;
   std::string cpu_list;
   std::string gpu_list;
@@ -235,12 +233,12 @@ launch::RemoteRun remote_run(const CLI::App& command, const RunArguments& argume
                              const std::vector<std::string>& program) {
   const bool all_slots = command.get_option("--nproc-per-node")->count() == 0;
   const int processes = all_slots ? 0 : checked_number("-n with -H", arguments.nproc_per_node, 1, 1 << 20);
-  const auto hosts = launch::parse_remote_hosts(c10::Join(",", arguments.remote_hosts), processes);
+  const auto hosts = launch::parse_remote_hosts(c10::Join(",", arguments.remote.hosts), processes);
   launch::RemoteRun run;
-  run.variables = passed_variables(arguments.passed_on);
+  run.variables = passed_variables(arguments.remote.passed_on);
   run.grace_period = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(arguments.grace_period));
-  std::istringstream shell(arguments.remote_shell);
+  std::istringstream shell(arguments.remote.shell);
   for (std::string word; shell >> word;) run.shell.push_back(word);
   TORCH_CHECK_VALUE(!run.shell.empty(), "--rsh is empty");
 
@@ -400,20 +398,9 @@ void add_arguments(CLI::App* run, const std::shared_ptr<RunArguments>& arguments
                   "Cards that the processes see, as CUDA_VISIBLE_DEVICES names them: 0,1; with -H a list for "
                   "each host, separated by ;")
       ->type_name("CARDS");
-  run->add_option("-H,--host", arguments->remote_hosts,
-                  "Hosts to run on, each with its number of processes; with it -n is that of all hosts")
-      ->type_name("HOST:SLOTS,…")
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)  // they add up, as mpirun's
-      ->allow_extra_args(false);
-  run->add_option("--rsh", arguments->remote_shell, "What runs a command on a host of -H")
-      ->type_name("COMMAND")
-      ->capture_default_str();
-  run->add_option(
-         "-x,--export", arguments->passed_on,
-         "A variable for all processes of -H; those of LOCKSTEP_, UCX_, NCCL_, OMP_, TORCH_ go by themselves")
-      ->type_name("NAME[=VALUE]")
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-      ->allow_extra_args(false);
+  add_remote_hosts_arguments(
+      *run, "Hosts to run on, each with its number of processes; with it -n is that of all hosts",
+      arguments->remote);
   run->add_flag("--started-by-shell", arguments->hosts.started_by_shell)->group("");
   run->add_option("--parent-pid", arguments->parent_pid)->group("");
   add_hosts_arguments(*run, arguments->hosts);
@@ -433,6 +420,25 @@ std::vector<std::string> program_words(const CLI::App& command) {
     throw CLI::ExtrasError(std::vector<std::string>{words.front()});
   }
   return words;
+}
+
+void add_remote_hosts_arguments(CLI::App& command, const std::string& help_of_hosts,
+                                RemoteHostsArguments& arguments) {
+  const auto all = CLI::MultiOptionPolicy::TakeAll;
+  command.add_option("-H,--host", arguments.hosts, help_of_hosts)
+      ->type_name("HOST:SLOTS,…")
+      ->multi_option_policy(all)
+      ->allow_extra_args(false);
+  command.add_option("--rsh", arguments.shell, "What runs a command on a host of -H")
+      ->type_name("COMMAND")
+      ->capture_default_str();
+  command
+      .add_option("-x,--export", arguments.passed_on,
+                  "A variable for all processes of -H; those of LOCKSTEP_, UCX_, NCCL_, OMP_, TORCH_ go by "
+                  "themselves")
+      ->type_name("NAME[=VALUE]")
+      ->multi_option_policy(all)
+      ->allow_extra_args(false);
 }
 
 launch::RemoteRun parse_remote_run(std::vector<std::string> options,
@@ -469,7 +475,7 @@ void add_run(CLI::App& program, int& status) {
       }
       return;
     }
-    TORCH_CHECK_VALUE(arguments->passed_on.empty(),
+    TORCH_CHECK_VALUE(arguments->remote.passed_on.empty(),
                       "-x is for -H; without it the processes have the variables of this command");
     if (!arguments->cpu_list.empty()) stay_on_cores(arguments->cpu_list);
     if (run->get_option("--gpu-list")->count() > 0) {  // an empty list hides them all

@@ -13,6 +13,16 @@ namespace lockstep::cli {
 /// Adds `lockstep run` to the program. `status` becomes its exit status when it was chosen.
 void add_run(CLI::App& program, int& status);
 
+/// Where `-H` starts a program, and with what. Of both commands that have it.
+struct RemoteHostsArguments {
+  std::vector<std::string> hosts;  // they add up, as mpirun's
+  std::string shell = "ssh -T -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5";
+  std::vector<std::string> passed_on;  // variables
+};
+/// Adds -H, --rsh and -x.
+void add_remote_hosts_arguments(CLI::App& command, const std::string& help_of_hosts,
+                                RemoteHostsArguments& arguments);
+
 /// What `lockstep run OPTIONS PROGRAM` would do, where the options name hosts (-H). Throws CLI::Error and c10::ValueError as that
 /// command does.
 launch::RemoteRun parse_remote_run(std::vector<std::string> options, const std::vector<std::string>& program);

@@ -40,18 +40,15 @@ struct ScalingArguments {
   std::string nproc_per_node = "auto";
   bool no_barrier = false;
   double grace_period = 30;
-  std::vector<std::string> hosts;
-  std::string remote_shell;
-  std::vector<std::string> passed_on;
+  RemoteHostsArguments remote;
 };
 
 /// As lockstep run -H does it.
 int run_over_hosts(const ScalingArguments& arguments, const launch::RunOptions& job) {
-  std::vector<std::string> options = {"--host=" + c10::Join(",", arguments.hosts),
-                                      "--nproc-per-node=" + std::to_string(job.nprocs),
-                                      "--grace-period=" + std::to_string(arguments.grace_period)};
-  if (!arguments.remote_shell.empty()) options.push_back("--rsh=" + arguments.remote_shell);
-  for (const std::string& variable : arguments.passed_on) options.push_back("--export=" + variable);
+  std::vector<std::string> options = {
+      "--host=" + c10::Join(",", arguments.remote.hosts), "--nproc-per-node=" + std::to_string(job.nprocs),
+      "--grace-period=" + std::to_string(arguments.grace_period), "--rsh=" + arguments.remote.shell};
+  for (const std::string& variable : arguments.remote.passed_on) options.push_back("--export=" + variable);
   if (!job.prefix) options.push_back("--no-prefix");
   launch::RemoteRun run = parse_remote_run(std::move(options), job.command);
   run.output = job.output;
@@ -70,9 +67,7 @@ int most_ranks(const ScalingArguments& arguments, const std::string& hosts) {
 
 bench::ScalingOptions scaling_options_from(const ScalingArguments& arguments) {
   bench::ScalingOptions options = arguments.options;
-  options.hosts = c10::Join(",", arguments.hosts);
-  TORCH_CHECK_VALUE(!options.hosts.empty() || (arguments.remote_shell.empty() && arguments.passed_on.empty()),
-                    "--rsh and -x are for -H");
+  options.hosts = c10::Join(",", arguments.remote.hosts);
   options.ranks = arguments.ranks.empty() ? bench::powers_of_two(most_ranks(arguments, options.hosts))
                                           : bench::parse_rank_list(arguments.ranks);
   if (!options.hosts.empty()) {
@@ -126,24 +121,13 @@ void add_scaling(CLI::App& program, int& status, const std::function<void()>& be
       ->type_name("SECONDS")
       ->check(CLI::Range(0.0, 86400.0))
       ->capture_default_str();
-  scaling
-      ->add_option("-H,--host", arguments->hosts,
-                   "Hosts to run on, filled in their order, as for lockstep run")
-      ->type_name("HOST:SLOTS,…")
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-      ->allow_extra_args(false);
-  scaling
-      ->add_option("--rsh", arguments->remote_shell,
-                   "What runs a command on a host of -H, as for lockstep run")
-      ->type_name("COMMAND");
-  scaling
-      ->add_option("-x,--export", arguments->passed_on,
-                   "A variable for all processes of -H, as for lockstep run")
-      ->type_name("NAME[=VALUE]")
-      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-      ->allow_extra_args(false);
+  add_remote_hosts_arguments(*scaling, "Hosts to run on, each with its slots; ranks fill them in their order",
+                             arguments->remote);
   scaling->callback([scaling, arguments, before_program, &status] {
     arguments->options.command = program_words(*scaling);
+    const bool for_hosts =
+        scaling->get_option("--rsh")->count() + scaling->get_option("--export")->count() > 0;
+    TORCH_CHECK_VALUE(!for_hosts || !arguments->remote.hosts.empty(), "--rsh and -x are for -H");
     arguments->options.before_program = before_program;
     status = bench::scale(scaling_options_from(*arguments));
   });
