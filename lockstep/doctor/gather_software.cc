@@ -12,6 +12,7 @@
 #include <lockstep/doctor/gather.h>
 #include <lockstep/doctor/internal/command.h>
 #include <lockstep/doctor/internal/files.h>
+#include <lockstep/rendezvous/protocol_version.h>
 
 namespace lockstep::doctor {
 
@@ -58,7 +59,7 @@ std::optional<Compiler> compiler_at(const std::string& name) {
 
 Software gather_software() {
   Software software;
-  software.lockstep_version = LOCKSTEP_VERSION;
+  software.lockstep_version = own_release();
   software.lockstep_path = library_of(reinterpret_cast<const void*>(&read_memory_limits));
   software.torch_compiled = std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR) +
                             "." + std::to_string(TORCH_VERSION_PATCH);

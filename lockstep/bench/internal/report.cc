@@ -5,6 +5,7 @@
 #include <lockstep/base/process/cpu.h>
 #include <lockstep/base/text/formatted.h>
 #include <lockstep/bench/internal/report.h>
+#include <lockstep/rendezvous/protocol_version.h>
 
 namespace lockstep::bench::internal {
 namespace {
@@ -58,7 +59,7 @@ BenchMachine describe_machine() {
   const std::string host = host_name();
   return {.host = host.empty() ? "unknown" : host,
           .cores = usable_cores(),
-          .lockstep_version = LOCKSTEP_VERSION,
+          .lockstep_version = own_release(),
           .torch_version = TORCH_VERSION};
 }
 
