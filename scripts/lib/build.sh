@@ -39,9 +39,8 @@ configure() {
   if [[ -e $folder/CMakeCache.txt ]]; then options=(--fresh); fi
   options+=(${kit_options[@]+"${kit_options[@]}"})
   if [[ $purpose == training ]]; then options+=(-DLOCKSTEP_BUILD_{TESTS,BENCHMARKS,PYTHON}=OFF); fi
-  local status=0
-  run_logged env -C "$root" cmake --preset "$1" ${options[@]+"${options[@]}"} -DLOCKSTEP_TORCH="$given_torch" || status=$?
-  ((status == 0)) || die "cmake could not configure: $(cmake_error)" "read the log; after mending it run scripts/$program again"
+  run_logged env -C "$root" cmake --preset "$1" ${options[@]+"${options[@]}"} -DLOCKSTEP_TORCH="$given_torch" ||
+    die "cmake could not configure: $(cmake_error)" "read the log; after mending it run scripts/$program again"
   printf '%s\n' "$purpose $key" >"$folder/.lockstep-key"
 }
 
