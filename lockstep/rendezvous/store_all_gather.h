@@ -26,8 +26,8 @@ namespace lockstep {
 /// moment at which it has come, or has come to `met_at`, an earlier all-gather of the same ranks that
 /// succeeded. Throws c10::DistStoreError on every rank that takes part when two processes claim one rank,
 /// disagree about the world size, run builds of two kProtocolVersions, or the store is lost. After a failure
-/// rank 0 returns only when the others have read it (3 s at most). `while_waiting` is called again and again, in place of the watch over the
-/// ranks' processes; when it throws c10::Error, all ranks throw c10::DistBackendError with its text.
+/// rank 0 returns only when the others have read it (3 s at most). `while_waiting` is called again and again, in
+/// place of the watch over the ranks' processes; when it throws c10::Error, all ranks throw c10::DistBackendError with its text.
 /// Thread-safe.
 std::vector<std::string> store_all_gather(c10d::Store& store, const std::string& key, int rank,
                                           int world_size, const std::string& mine, Deadline deadline,

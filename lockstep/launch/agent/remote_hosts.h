@@ -36,8 +36,8 @@ struct RemoteRun {
   std::string secret;
   std::vector<std::string> variables;  // "NAME=value", for the agents and what they start
   std::chrono::nanoseconds grace_period = std::chrono::seconds(30);
-  std::array<int, 2> output = {
-      1, 2};  // descriptors for what the agents write to their standard output and error
+  // Descriptors for what the agents write to their standard output and error.
+  std::array<int, 2> output = {1, 2};
   // As RunOptions::observe_output, of agents in place of ranks: what the ranks write is in it with their marks.
   std::function<void(int, int, std::string_view)> observe_output = {};
 };
