@@ -182,7 +182,7 @@ class Programs:
         deadline = time.monotonic() + HANG
         while pids := self.survivors():
             for pid in pids:
-                assert wait_for_end(pid, deadline), f"still there: {command_line(pid)}"
+                assert wait_for_end(pid, deadline), "still there:\n" + "\n".join(map(describe, self.survivors()))
 
     def listening(self) -> set:
         """(address, port) of every TCP socket on which a process of this test listens."""
@@ -258,6 +258,15 @@ def command_line(pid: int) -> str:
     with contextlib.suppress(OSError):
         return f"{pid} " + pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     return str(pid)
+
+
+def describe(pid: int) -> str:
+    """Its command line, and what tells who should have ended it, and whether a signal still waits."""
+    lines = []
+    with contextlib.suppress(OSError):
+        status = pathlib.Path(f"/proc/{pid}/status").read_text()
+        lines = re.findall(r"^(?:State|PPid|NSpgid|NSsid|SigPnd|ShdPnd|SigIgn):.*$", status, re.M)
+    return " ".join([command_line(pid), *lines])
 
 
 def parse_address(text: str) -> tuple:
