@@ -95,6 +95,9 @@ CallSite::~CallSite() {
   call_site = before_;
   set_purpose(before_ == nullptr ? "" : before_->purpose_);
 }
+std::string_view CallSite::purpose() {
+  return call_site == nullptr ? std::string_view() : call_site->purpose_;
+}
 void CallSite::tell(flight::ObservedOperation& operation) {
   if (call_site == nullptr) {
     const Finder find = call_finder.load(std::memory_order_relaxed);

@@ -38,6 +38,8 @@ class CallSite {
   CallSite(const CallSite&) = delete;
   CallSite& operator=(const CallSite&) = delete;
   ~CallSite();
+  /// What operations that this thread starts now are for.
+  static std::string_view purpose();
   /// To be called with no lock held: a finder may wait.
   static void tell(flight::ObservedOperation& operation);
 

@@ -32,9 +32,10 @@ using torch::autograd::edge_list;
 using torch::autograd::Engine;
 using torch::autograd::impl::gradient_edge;
 
-/// A rank asks so many actions ahead for what other hosts send.
-constexpr size_t kAhead = 2;
-/// Without backward, a rank computes so many micro-batches before the next stage takes the first of them.
+/// A rank asks so many actions ahead for what other hosts send, which takes a wire's time from then on. No more comes by that
+/// than the schedule lets the others compute.
+constexpr size_t kAhead = 6;
+/// Without backward, a rank computes so many micro-batches before the next stage takes the first of them, and asks so far ahead.
 constexpr int64_t kForwardsAhead = 2;
 
 bool requires_gradient(const at::Tensor& tensor) {
@@ -436,7 +437,8 @@ Tensors PipelineStep::take(int64_t from, int64_t to, int64_t micro_batch) {
 
 /// So that what comes from other hosts is on its way while this rank computes.
 void PipelineStep::ask_ahead(size_t next) {
-  const size_t end = std::min(next + 1 + kAhead, core_.actions.size());
+  const size_t ahead = has_backward_ ? kAhead : kForwardsAhead;
+  const size_t end = std::min(next + 1 + ahead, core_.actions.size());
   const auto ask_if_far = [this](int64_t from, const PipelineAction& action) {
     if (core_.messages->is_far(core_.rank_of(from))) ask(from, action);
   };

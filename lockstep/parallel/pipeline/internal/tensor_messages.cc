@@ -1,6 +1,9 @@
 #include <cstring>
+#include <exception>
+#include <mutex>
 #include <utility>
 
+#include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -69,10 +72,14 @@ void copy_to(const at::Tensor& tensor, std::byte* memory) {
 
 }  // namespace
 
-/// One list on its way here.
-class TensorMessages::Arrival {
+/// One list on its way here. Between hosts it asks for the tensors when the message in front is there, whatever its owner
+/// does then; so it may be advanced by a thread of the group's, too, and outlive the TensorMessages.
+class TensorMessages::Arrival : public std::enable_shared_from_this<Arrival> {
  public:
-  Arrival(TensorMessages& messages, int from, int tag);
+  /// Without `links` tensors on a device come through the host's memory.
+  static std::shared_ptr<Arrival> start(c10::intrusive_ptr<LockstepBackend> backend, const DeviceLinks* links,
+                                        int from, int tag);
+  Arrival(c10::intrusive_ptr<LockstepBackend> backend, const DeviceLinks* links, int from, int tag);
   /// Goes on as far as it can without waiting, or until all is there; on a device, in the order of its current stream.
   void advance(bool waits);
   /// Until its tensors are being received; false if that takes waiting.
@@ -84,21 +91,40 @@ class TensorMessages::Arrival {
   enum class State { kFront, kDescription, kTensors, kDone };
 
   const int64_t* front() const { return static_cast<const int64_t*>(front_.const_data_ptr()); }
+  /// Asks for the tensors as soon as they are described, in whichever thread learns that. What it throws, the owner gets.
+  void go_on();
+  // All below under the mutex.
+  void start_receive(const at::Tensor& memory);
   bool arrived(bool waits);
   void step();
   void read(const int64_t* words, int64_t count);
   void unpack(const std::byte* payload);
 
-  TensorMessages& messages_;
-  int from_;
-  int messages_tag_;
+  const c10::intrusive_ptr<LockstepBackend> backend_;
+  const DeviceLinks* const links_;
+  const int from_;
+  const int messages_tag_;
+  const bool far_;
+  const std::string purpose_;
+  const at::Tensor front_;
+
+  std::mutex mutex_;
   State state_ = State::kFront;
-  at::Tensor front_;
   at::Tensor description_;  // where it does not fit into the message in front
   Tensors tensors_;
   std::vector<bool> requires_grad_;
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;  // of the state
+  std::exception_ptr error_;  // that go_on() has met
 };
+
+namespace {
+
+bool is_on_another_host(LockstepBackend& backend, int rank) {
+  const auto& layout = backend.channel().layout();
+  return layout.host_of[rank] != layout.host();
+}
+
+}  // namespace
 
 TensorMessages::TensorMessages(const ProcessGroup& group, std::optional<c10::Device> device, int ordered_tag)
     : group_(group), backend_(lockstep_backend_of(*group_)), ordered_tag_(ordered_tag) {
@@ -108,8 +134,7 @@ TensorMessages::TensorMessages(const ProcessGroup& group, std::optional<c10::Dev
 TensorMessages::~TensorMessages() = default;
 
 bool TensorMessages::is_far(int rank) const {
-  const auto& layout = backend_->channel().layout();
-  return layout.host_of[rank] != layout.host();
+  return is_on_another_host(*backend_, rank);
 }
 
 // Within a host the receiver needs no help of the sender's, and the sender none of its background thread, which would contend
@@ -120,11 +145,6 @@ void TensorMessages::start_send(const at::Tensor& memory, int to, int tag, int64
       backend_->message(/*is_send=*/true, memory, to, tag_of_messages(tag), /*background=*/is_far(to));
   sending_.push_back({std::move(work), tag, bytes});
   bytes_in_flight_ += bytes;
-}
-
-c10::intrusive_ptr<c10d::Work> TensorMessages::start_receive(const at::Tensor& memory, int from, int tag) {
-  const CallSite site({});
-  return backend_->message(/*is_send=*/false, memory, from, tag, /*background=*/is_far(from));
 }
 
 void TensorMessages::send(const Tensors& tensors, int to, int tag) {
@@ -213,7 +233,7 @@ std::shared_ptr<TensorMessages::Receipt> TensorMessages::receive(int from, int t
 
 TensorMessages::Receipt::Receipt(TensorMessages& messages, int from, int tag)
     : messages_(messages), from_(from), tag_(tag) {
-  if (!messages_.links_) arrival_ = std::make_shared<Arrival>(messages_, from_, tag_);
+  if (!messages_.links_) arrival_ = messages_.start_arrival(from_, tag_);
 }
 
 void TensorMessages::Receipt::advance() {
@@ -237,16 +257,57 @@ std::shared_ptr<TensorMessages::Arrival> TensorMessages::find_arrival(int from, 
       if (kept->second.empty()) incoming.kept.erase(kept);
       return arrival;
     }
-    if (!incoming.next) incoming.next = std::make_shared<Arrival>(*this, from, ordered_tag_);
+    if (!incoming.next) incoming.next = start_arrival(from, ordered_tag_);
     if (!incoming.next->describe(waits)) return nullptr;
     const int tag_of_next = incoming.next->tag();
     incoming.kept[tag_of_next].push_back(std::exchange(incoming.next, nullptr));
   }
 }
 
-TensorMessages::Arrival::Arrival(TensorMessages& messages, int from, int tag)
-    : messages_(messages), from_(from), messages_tag_(tag), front_(at::empty({kFrontBytes}, at::kByte)) {
-  works_.push_back(messages_.start_receive(front_, from_, messages_tag_));
+std::shared_ptr<TensorMessages::Arrival> TensorMessages::start_arrival(int from, int tag) {
+  return Arrival::start(backend_, links_ ? &*links_ : nullptr, from, tag);
+}
+
+TensorMessages::Arrival::Arrival(c10::intrusive_ptr<LockstepBackend> backend, const DeviceLinks* links,
+                                 int from, int tag)
+    : backend_(std::move(backend)),
+      links_(links),
+      from_(from),
+      messages_tag_(tag),
+      far_(is_on_another_host(*backend_, from)),
+      purpose_(CallSite::purpose()),
+      front_(at::empty({kFrontBytes}, at::kByte)) {
+  start_receive(front_);
+}
+
+std::shared_ptr<TensorMessages::Arrival> TensorMessages::Arrival::start(
+    c10::intrusive_ptr<LockstepBackend> backend, const DeviceLinks* links, int from, int tag) {
+  auto arrival = std::make_shared<Arrival>(std::move(backend), links, from, tag);
+  // Messages on devices are started in one order by one thread.
+  if (arrival->far_ && links == nullptr) arrival->go_on();
+  return arrival;
+}
+
+void TensorMessages::Arrival::go_on() {
+  c10::intrusive_ptr<c10d::Work> awaited;
+  try {
+    if (describe(/*waits=*/false)) return;
+    const std::lock_guard lock(mutex_);
+    if (!works_.empty()) awaited = works_.front();
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    error_ = std::current_exception();
+  }
+  if (!awaited) return;
+  awaited->getFuture()->addCallback([weak = weak_from_this()](c10::ivalue::Future& /*message*/) {
+    if (const auto self = weak.lock()) self->go_on();
+  });
+}
+
+void TensorMessages::Arrival::start_receive(const at::Tensor& memory) {
+  const CallSite site(purpose_);
+  works_.push_back(
+      backend_->message(/*is_send=*/false, memory, from_, messages_tag_, /*background=*/far_));
 }
 
 bool TensorMessages::Arrival::arrived(bool waits) {
@@ -259,10 +320,14 @@ bool TensorMessages::Arrival::arrived(bool waits) {
 }
 
 void TensorMessages::Arrival::advance(bool waits) {
+  const std::lock_guard lock(mutex_);
+  if (error_) std::rethrow_exception(error_);
   while (state_ != State::kDone && arrived(waits)) step();
 }
 
 bool TensorMessages::Arrival::describe(bool waits) {
+  const std::lock_guard lock(mutex_);
+  if (error_) std::rethrow_exception(error_);
   while (state_ < State::kTensors && arrived(waits)) step();
   return state_ >= State::kTensors;
 }
@@ -277,7 +342,7 @@ void TensorMessages::Arrival::step() {
         break;
       }
       description_ = at::empty({count}, at::kLong);
-      works_.push_back(messages_.start_receive(description_, from_, messages_tag_));
+      start_receive(description_);
       state_ = State::kDescription;
       break;
     case State::kDescription:
@@ -304,7 +369,7 @@ void TensorMessages::Arrival::read(const int64_t* words, int64_t count) {
     }
     const auto type = static_cast<at::ScalarType>(word >> kTypeShift & ((1 << kTypeBits) - 1));
     const auto dimensions = static_cast<size_t>(word >> kDimensionShift);
-    const c10::Device device = by_link.back() ? messages_.links_->device() : c10::Device(at::kCPU);
+    const c10::Device device = by_link.back() ? links_->device() : c10::Device(at::kCPU);
     tensors_.push_back(at::empty_strided(at::IntArrayRef(next, dimensions),
                                          at::IntArrayRef(next + dimensions, dimensions),
                                          at::TensorOptions(type).device(device)));
@@ -317,9 +382,9 @@ void TensorMessages::Arrival::read(const int64_t* words, int64_t count) {
   for (size_t i = 0; i < tensors_.size(); ++i) {
     if (!has_bytes(tensors_[i])) continue;
     if (by_link[i]) {
-      works_.push_back(messages_.links_->receive(tensors_[i], from_));
+      works_.push_back(links_->receive(tensors_[i], from_));
     } else if (!has_payload) {
-      works_.push_back(messages_.start_receive(bytes_of(tensors_[i]), from_, messages_tag_));
+      start_receive(bytes_of(tensors_[i]));
     }
   }
 }
@@ -334,6 +399,7 @@ void TensorMessages::Arrival::unpack(const std::byte* payload) {
 
 TensorMessages::Tensors TensorMessages::Arrival::take(const c10::Device& device) {
   advance(/*waits=*/true);
+  const std::lock_guard lock(mutex_);
   Tensors taken;
   for (size_t i = 0; i < tensors_.size(); ++i) {
     at::Tensor tensor = std::move(tensors_[i]);

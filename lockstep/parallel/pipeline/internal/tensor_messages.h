@@ -32,8 +32,8 @@ namespace lockstep::pipeline::internal {
 /// what it has not asked for yet. Elsewhere they pass through the host's memory.
 ///
 /// Sends never wait. Within a host a tensor is copied once into shared memory, from where the receiver takes it without the
-/// sender; between hosts the group's background thread moves it. Lists of one sender with one tag arrive in order. Used by
-/// one thread. Errors are those of the group's messages.
+/// sender; between hosts background threads of the group move it, whatever sender and receiver compute. Lists of one sender
+/// with one tag arrive in order. Used by one thread. Errors are those of the group's messages.
 class TensorMessages {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -107,7 +107,7 @@ class TensorMessages {
 
   void start_send(const at::Tensor& memory, int to, int tag, int64_t bytes);
   int tag_of_messages(int tag) const { return links_ ? ordered_tag_ : tag; }
-  c10::intrusive_ptr<c10d::Work> start_receive(const at::Tensor& memory, int from, int tag);
+  std::shared_ptr<Arrival> start_arrival(int from, int tag);
 
   ProcessGroup group_;
   c10::intrusive_ptr<LockstepBackend> backend_;

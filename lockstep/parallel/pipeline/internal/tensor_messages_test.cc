@@ -95,5 +95,41 @@ TEST(TensorMessages, RanksOfTwoHostsMaySendAllBeforeOneReceives) {
   expect_lists_in_any_order(2);
 }
 
+TEST(TensorMessages, WhatComesFromAnotherHostComesWhileItsReceiverDoesSomethingElse) {
+  if (!testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
+  constexpr int kTag = 9;  // large, and of many tensors
+  run_ranks(2,
+            [](int rank) {
+              auto world = init_process_group({.timeout = std::chrono::seconds(50)});
+              TensorMessages messages(default_group());
+              if (rank == 0) {
+                Tensors list = list_of(rank, kTag);
+                list[0].requires_grad_();
+                messages.send(list, 1, kTag);
+                messages.finish_sends();
+                barrier();
+              } else {
+                const auto receipt = messages.receive(0, kTag);
+                barrier();  // which rank 0 calls when all has arrived
+                expect_list(receipt->take(at::kCPU), 0, kTag);
+              }
+            },
+            {.hosts = 2});
+}
+
+TEST(TensorMessages, AListThatIsNotTakenKeepsNoRankFromEnding) {
+  if (!testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
+  run_ranks(2,
+            [](int rank) {
+              auto world = init_process_group({.timeout = std::chrono::seconds(50)});
+              TensorMessages messages(default_group());
+              const auto receipt = rank == 1 ? messages.receive(0, /*tag=*/0) : nullptr;
+              if (rank == 0) messages.send(list_of(rank, 0), 1, 0);
+              barrier();
+              destroy_process_group();  // while the list's tensors may be asked for
+            },
+            {.hosts = 2});
+}
+
 }  // namespace
 }  // namespace lockstep::tensor_messages_test
