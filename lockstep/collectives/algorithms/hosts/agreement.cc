@@ -77,7 +77,7 @@ void Agreement::write_answer(const std::string& refusal) {
 }
 
 void Agreement::follow() {
-  host_.await_rank(Flag::kReduced, 0, host_.chunk_base() + 1);
+  host_.await_relay(Flag::kReduced, 0, host_.chunk_base() + 1);
   host_.add_chunks(1);
   const Answer* told = answer();
   if (told->refusal_bytes == 0) return;

@@ -257,6 +257,11 @@ void HostChannel::await_rank(Flag flag, int rank, uint64_t value) {
   await_ranks(rank, rank + 1, 1, value, [&](int peer) { return &flag_of(flag, peer).value; });
 }
 
+void HostChannel::await_relay(Flag flag, int rank, uint64_t value) {
+  await_ranks(rank, rank + 1, 1, value, [&](int from) { return &flag_of(flag, from).value; },
+              outside_policy_);
+}
+
 std::byte* HostChannel::scratch(size_t bytes) {
   if (scratch_bytes_ < bytes) {
     Arena& arena = transport().arena();
@@ -294,8 +299,15 @@ WaitPolicy HostChannel::policy_for(int rank) const {
 template <class Word>
 class HostChannel::RankWait {
  public:
-  RankWait(HostChannel& channel, int first, int last, int step, uint64_t value, Word& word)
-      : channel_(channel), last_(last), step_(step), value_(value), word_(word), next_(first) {}
+  RankWait(HostChannel& channel, int first, int last, int step, uint64_t value, Word& word,
+           std::optional<WaitPolicy> policy)
+      : channel_(channel),
+        last_(last),
+        step_(step),
+        value_(value),
+        word_(word),
+        policy_(policy),
+        next_(first) {}
 
   bool complete() {
     while (next_ < last_ && arrived(next_)) next_ += step_;
@@ -322,7 +334,7 @@ class HostChannel::RankWait {
     }
     return late;
   }
-  WaitPolicy policy() const { return channel_.policy_for(next_); }
+  WaitPolicy policy() const { return policy_ ? *policy_ : channel_.policy_for(next_); }
   void before_sleep() {
     if (recorded_rank_ == next_) return;
     recorded_rank_ = next_;
@@ -338,14 +350,16 @@ class HostChannel::RankWait {
   const int step_;
   const uint64_t value_;
   Word& word_;
+  const std::optional<WaitPolicy> policy_;
   int next_;
   std::optional<RecordedWait> recorded_;
   int recorded_rank_ = -1;
 };
 
 template <class Word>
-void HostChannel::await_ranks(int first, int last, int step, uint64_t value, Word&& word) {
-  RankWait<Word> wait(*this, first, last, step, value, word);
+void HostChannel::await_ranks(int first, int last, int step, uint64_t value, Word&& word,
+                              std::optional<WaitPolicy> policy) {
+  RankWait<Word> wait(*this, first, last, step, value, word, policy);
   await(wait);
 }
 

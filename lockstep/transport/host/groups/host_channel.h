@@ -131,6 +131,8 @@ class HostChannel {
   /// visible.
   void await_all(Flag flag, uint64_t value);
   void await_rank(Flag flag, int rank, uint64_t value);
+  /// await_rank() of one that waits for other hosts first. It spins less: the rank that drives the wire may need the core.
+  void await_relay(Flag flag, int rank, uint64_t value);
 
   /// The same for what comes from other hosts. It ends as the other waits do, also by the end of a rank there.
   void await_outside(OutsideWait& wait);
@@ -213,8 +215,10 @@ class HostChannel {
   bool await_flat();
   bool await_tree(const PayloadCombiner* combiner);
   WaitPolicy policy_for(int rank) const;
+  /// `policy`: none for policy_for() the rank that is waited for.
   template <class Word>
-  void await_ranks(int first, int last, int step, uint64_t value, Word&& word);
+  void await_ranks(int first, int last, int step, uint64_t value, Word&& word,
+                   std::optional<WaitPolicy> policy = {});
   template <class Wait>
   void await(Wait& wait);
   bool give_up(FailureKind kind, int culprit, const std::function<bool()>& complete);
