@@ -182,7 +182,7 @@ class Programs:
         deadline = time.monotonic() + HANG
         while pids := self.survivors():
             for pid in pids:
-                assert wait_for_end(pid, deadline), "still there:\n" + "\n".join(map(describe, self.survivors()))
+                assert wait_for_end(pid, deadline), "still there:\n" + "\n".join(map(describe, {pid, *self.survivors()}))
 
     def listening(self) -> set:
         """(address, port) of every TCP socket on which a process of this test listens."""
@@ -261,7 +261,7 @@ def command_line(pid: int) -> str:
 
 
 def describe(pid: int) -> str:
-    """Its command line, and what tells who should have ended it, and whether a signal still waits."""
+    """Its command line, state, parent, group and session, and its pending and ignored signals."""
     lines = []
     with contextlib.suppress(OSError):
         status = pathlib.Path(f"/proc/{pid}/status").read_text()

@@ -23,7 +23,8 @@ struct WaitPolicy {
 /// beside a computing one, which never spins when the host is full.
 WaitPolicy choose_wait_policy(int ranks, int cores, bool background);
 
-/// The same for a wait for a short message from another host, which takes ten microseconds at the least.
+/// The same for a wait for a short message from another host, which takes ten microseconds at the least, or for a rank of this
+/// host that waits so.
 WaitPolicy policy_between_hosts(const WaitPolicy& policy);
 
 /// For waits that take much longer than a wake-up: a spin would be in vain.

@@ -211,7 +211,8 @@ def test_agents_that_all_ask_for_another_start_ask_for_it_together_also_after_a_
 
 
 def test_a_second_signal_kills(programs, cluster):
-    # The signal may come while the shell starts a process, which then misses it: a short one.
+    # A signal that comes while the shell starts a process may miss that process, and the shell's trap waits for its end: so
+    # those sleeps are short. The one in the background ignores SIGINT, and is to be killed, too.
     script = f"trap 'echo told' INT; sleep 1000 & {TELL}; while :; do sleep 0.05; done"
     job = cluster.start("host-a,host-b", "sh", "-c", script)
     job.wait_for("rank 0 of 2"), job.wait_for("rank 1 of 2")

@@ -77,7 +77,8 @@ struct PipelineMemory {
   int64_t activations = 0;  ///< micro-batches, counted for each stage: peak_activations() of the schedule
   /// Stages keep so many bytes of inputs at one time: until a micro-batch's backward, or its second half where that needs them.
   int64_t bytes_of_inputs = 0;
-  int64_t bytes_in_flight = 0;  ///< of sent tensors whose receivers had not taken them, at one time
+  int64_t bytes_in_flight =
+      0;  ///< of sent tensors that had not been received, and of received ones not yet taken, at one time
 };
 
 /// Runs a pipeline over the ranks of a group: each has one stage, or with interleaved schedules several.
@@ -106,6 +107,8 @@ struct PipelineMemory {
 /// were given. A step's sends never wait for receivers, so no order of actions can deadlock. In eval(), where no backward
 /// bounds what is on its way, a stage is at most two micro-batches ahead of the next one, if that takes what it sends,
 /// and one more for each stage between them ahead of a later one; with several stages on a rank, a round of the schedule.
+/// Between hosts it is two more, which the other rank has received before it computes them. A rank asks for what other hosts
+/// send up to six actions ahead, and the group's timeout counts from then on.
 /// In traces actions are scopes as torch names them ("PP:2F3"), and what they wait for ("PP:2RECV_F3").
 ///
 /// A stage that calls activation_checkpoint() does all of its backward in the first half of a split one, for the second

@@ -32,10 +32,10 @@ using torch::autograd::edge_list;
 using torch::autograd::Engine;
 using torch::autograd::impl::gradient_edge;
 
-/// A rank asks so many actions ahead for what other hosts send, which takes a wire's time from then on. No more comes by that
-/// than the schedule lets the others compute.
+/// A rank asks for what other hosts send so many actions ahead, so that it crosses the wire while the rank computes. Other
+/// ranks do not compute more by that: the schedule alone bounds it. The rank holds what has come until it takes it.
 constexpr size_t kAhead = 6;
-/// Without backward, a rank computes so many micro-batches before the next stage takes the first of them, and asks so far ahead.
+/// Without backward, a rank computes so many micro-batches before the next stage takes the first of them, and asks for so many.
 constexpr int64_t kForwardsAhead = 2;
 
 bool requires_gradient(const at::Tensor& tensor) {
@@ -119,7 +119,9 @@ void PipelineStep::run() {
     const CallSite site(name);
     run(action);
     core_.messages->collect_sends();
-    core_.memory.bytes_in_flight = std::max(core_.memory.bytes_in_flight, core_.messages->bytes_in_flight());
+    int64_t bytes_in_flight = core_.messages->bytes_in_flight();
+    for (const auto& [tag, asked] : asked_) bytes_in_flight += asked.receipt->bytes();
+    core_.memory.bytes_in_flight = std::max(core_.memory.bytes_in_flight, bytes_in_flight);
   }
   action_.reset();
   core_.messages->finish_sends();
@@ -437,16 +439,17 @@ Tensors PipelineStep::take(int64_t from, int64_t to, int64_t micro_batch) {
 
 /// So that what comes from other hosts is on its way while this rank computes.
 void PipelineStep::ask_ahead(size_t next) {
-  const size_t ahead = has_backward_ ? kAhead : kForwardsAhead;
-  const size_t end = std::min(next + 1 + ahead, core_.actions.size());
   const auto ask_if_far = [this](int64_t from, const PipelineAction& action) {
     if (core_.messages->is_far(core_.rank_of(from))) ask(from, action);
   };
-  for (size_t i = next + 1; i < end; ++i) {
+  size_t left = has_backward_ ? kAhead : kForwardsAhead;
+  for (size_t i = next + 1; i < core_.actions.size() && left > 0; ++i) {
     const PipelineAction& action = core_.actions[i];
+    if (!has_backward_ && action.type != ComputationType::kForward) continue;
+    --left;
     if (action.type == ComputationType::kForward) {
       for (const int64_t from : core_.sources[static_cast<size_t>(action.stage)]) ask_if_far(from, action);
-    } else if (has_backward_ && action.type != ComputationType::kBackwardWeight) {
+    } else if (action.type != ComputationType::kBackwardWeight) {
       const auto kept = kept_.find({action.stage, action.micro_batch});
       if (kept == kept_.end()) continue;
       for (const int64_t from : kept->second.gradients_from) ask_if_far(from, action);

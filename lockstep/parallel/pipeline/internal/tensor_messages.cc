@@ -1,3 +1,4 @@
+#include <condition_variable>
 #include <cstring>
 #include <exception>
 #include <mutex>
@@ -72,32 +73,36 @@ void copy_to(const at::Tensor& tensor, std::byte* memory) {
 
 }  // namespace
 
-/// One list on its way here. Between hosts it asks for the tensors when the message in front is there, whatever its owner
-/// does then; so it may be advanced by a thread of the group's, too, and outlive the TensorMessages.
+/// One list on its way here. Between hosts a callback of the message in front asks for the tensors, also while the owner
+/// computes. Therefore a background thread of the group may advance an Arrival, too, and may be the last to hold it.
 class TensorMessages::Arrival : public std::enable_shared_from_this<Arrival> {
  public:
-  /// Without `links` tensors on a device come through the host's memory.
+  /// `links`: of messages on devices, for which the owner alone advances it, and which outlive it; null: tensors on a device
+  /// come through the host's memory.
   static std::shared_ptr<Arrival> start(c10::intrusive_ptr<LockstepBackend> backend, const DeviceLinks* links,
                                         int from, int tag);
+  /// For start().
   Arrival(c10::intrusive_ptr<LockstepBackend> backend, const DeviceLinks* links, int from, int tag);
   /// Goes on as far as it can without waiting, or until all is there; on a device, in the order of its current stream.
-  void advance(bool waits);
+  void advance(bool waits) { reach(State::kDone, waits); }
   /// Until its tensors are being received; false if that takes waiting.
-  bool describe(bool waits);
+  bool describe(bool waits) { return reach(State::kTensors, waits); }
   int tag() const { return static_cast<int>(front()[kTag]); }
   Tensors take(const c10::Device& device);
+  /// Of the tensors, once they are described.
+  int64_t bytes() const;
 
  private:
   enum class State { kFront, kDescription, kTensors, kDone };
+  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
   const int64_t* front() const { return static_cast<const int64_t*>(front_.const_data_ptr()); }
-  /// Asks for the tensors as soon as they are described, in whichever thread learns that. What it throws, the owner gets.
-  void go_on();
-  // All below under the mutex.
-  void start_receive(const at::Tensor& memory);
-  bool arrived(bool waits);
-  void step();
-  void read(const int64_t* words, int64_t count);
+  c10::intrusive_ptr<c10d::Work> start_receive(const at::Tensor& memory) const;
+  bool reach(State end, bool waits);
+  void call_when_done(c10d::Work& work);
+  // In the thread that makes the step:
+  State step(Works& works);
+  void read(const int64_t* words, int64_t count, Works& works);
   void unpack(const std::byte* payload);
 
   const c10::intrusive_ptr<LockstepBackend> backend_;
@@ -108,13 +113,18 @@ class TensorMessages::Arrival : public std::enable_shared_from_this<Arrival> {
   const std::string purpose_;
   const at::Tensor front_;
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;  // of what follows; no thread starts a message with it, nor waits for one
+  std::condition_variable stepped_;
   State state_ = State::kFront;
+  Works works_;               // of the state
+  bool stepping_ = false;     // a thread makes the next step
+  std::exception_ptr error_;  // of a step
+  int64_t bytes_ = 0;
+
+  // Of the thread that makes a step, and of the owner when all is there:
   at::Tensor description_;  // where it does not fit into the message in front
   Tensors tensors_;
   std::vector<bool> requires_grad_;
-  std::vector<c10::intrusive_ptr<c10d::Work>> works_;  // of the state
-  std::exception_ptr error_;  // that go_on() has met
 };
 
 namespace {
@@ -241,6 +251,10 @@ void TensorMessages::Receipt::advance() {
   if (arrival_) arrival_->advance(/*waits=*/false);
 }
 
+int64_t TensorMessages::Receipt::bytes() const {
+  return arrival_ ? arrival_->bytes() : 0;
+}
+
 TensorMessages::Tensors TensorMessages::Receipt::take(const c10::Device& device) {
   if (!arrival_) arrival_ = messages_.find_arrival(from_, tag_, /*waits=*/true);
   return arrival_->take(device);
@@ -276,87 +290,103 @@ TensorMessages::Arrival::Arrival(c10::intrusive_ptr<LockstepBackend> backend, co
       messages_tag_(tag),
       far_(is_on_another_host(*backend_, from)),
       purpose_(CallSite::purpose()),
-      front_(at::empty({kFrontBytes}, at::kByte)) {
-  start_receive(front_);
-}
+      front_(at::empty({kFrontBytes}, at::kByte)),
+      works_{start_receive(front_)} {}
 
 std::shared_ptr<TensorMessages::Arrival> TensorMessages::Arrival::start(
     c10::intrusive_ptr<LockstepBackend> backend, const DeviceLinks* links, int from, int tag) {
   auto arrival = std::make_shared<Arrival>(std::move(backend), links, from, tag);
-  // Messages on devices are started in one order by one thread.
-  if (arrival->far_ && links == nullptr) arrival->go_on();
+  arrival->call_when_done(*arrival->works_.front());
   return arrival;
 }
 
-void TensorMessages::Arrival::go_on() {
-  c10::intrusive_ptr<c10d::Work> awaited;
-  try {
-    if (describe(/*waits=*/false)) return;
-    const std::lock_guard lock(mutex_);
-    if (!works_.empty()) awaited = works_.front();
-  } catch (...) {
-    const std::lock_guard lock(mutex_);
-    error_ = std::current_exception();
-  }
-  if (!awaited) return;
-  awaited->getFuture()->addCallback([weak = weak_from_this()](c10::ivalue::Future& /*message*/) {
-    if (const auto self = weak.lock()) self->go_on();
+c10::intrusive_ptr<c10d::Work> TensorMessages::Arrival::start_receive(const at::Tensor& memory) const {
+  const CallSite site(purpose_);
+  return backend_->message(/*is_send=*/false, memory, from_, messages_tag_, /*background=*/far_);
+}
+
+/// Has it advanced once the message is there. With links the owner starts all receives, in their one order; within a host
+/// the sender's tensors are where they are received from.
+void TensorMessages::Arrival::call_when_done(c10d::Work& work) {
+  if (!far_ || links_ != nullptr) return;
+  work.getFuture()->addCallback([weak = weak_from_this()](c10::ivalue::Future& /*message*/) {
+    const auto self = weak.lock();
+    if (!self) return;
+    try {
+      self->describe(/*waits=*/false);
+    } catch (...) {  // the owner gets it, too: of the message, or error_
+    }
   });
 }
 
-void TensorMessages::Arrival::start_receive(const at::Tensor& memory) {
-  const CallSite site(purpose_);
-  works_.push_back(
-      backend_->message(/*is_send=*/false, memory, from_, messages_tag_, /*background=*/far_));
-}
-
-bool TensorMessages::Arrival::arrived(bool waits) {
-  for (const auto& work : works_) {
-    if (!waits && !work->isCompleted()) return false;
-    work->wait();
+/// Goes on until that state, in the owner's thread or in the group's; without waiting it may return false before.
+bool TensorMessages::Arrival::reach(State end, bool waits) {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    if (waits) stepped_.wait(lock, [this] { return !stepping_; });
+    if (error_) std::rethrow_exception(error_);
+    if (state_ >= end) return true;
+    if (stepping_) return false;
+    const State seen = state_;
+    const Works works = works_;
+    lock.unlock();
+    for (const auto& work : works) {
+      if (!waits && !work->isCompleted()) return false;
+      work->wait();
+    }
+    lock.lock();
+    if (stepping_ || state_ != seen) continue;
+    stepping_ = true;
+    lock.unlock();
+    State next = seen;
+    Works started;
+    std::exception_ptr error;
+    try {
+      next = step(started);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    stepping_ = false;
+    error_ = error;
+    state_ = next;
+    works_ = started;
+    if (next == State::kTensors) {
+      for (const at::Tensor& tensor : tensors_)
+        bytes_ += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
+    }
+    stepped_.notify_all();
+    if (error || next != State::kDescription) continue;
+    lock.unlock();
+    call_when_done(*started.front());
+    lock.lock();
   }
-  works_.clear();
-  return true;
 }
 
-void TensorMessages::Arrival::advance(bool waits) {
-  const std::lock_guard lock(mutex_);
-  if (error_) std::rethrow_exception(error_);
-  while (state_ != State::kDone && arrived(waits)) step();
-}
-
-bool TensorMessages::Arrival::describe(bool waits) {
-  const std::lock_guard lock(mutex_);
-  if (error_) std::rethrow_exception(error_);
-  while (state_ < State::kTensors && arrived(waits)) step();
-  return state_ >= State::kTensors;
-}
-
-/// When what the state waits for is there.
-void TensorMessages::Arrival::step() {
+/// When what the state waits for is there; the next state, and what that waits for.
+TensorMessages::Arrival::State TensorMessages::Arrival::step(Works& works) {
   const int64_t count = front()[kDescriptionWords];
   switch (state_) {
     case State::kFront:
-      if ((kFrontWords + count) * kWordBytes <= kFrontBytes) {
-        read(front() + kFrontWords, count);
-        break;
+      if ((kFrontWords + count) * kWordBytes > kFrontBytes) {
+        description_ = at::empty({count}, at::kLong);
+        works.push_back(start_receive(description_));
+        return State::kDescription;
       }
-      description_ = at::empty({count}, at::kLong);
-      start_receive(description_);
-      state_ = State::kDescription;
-      break;
+      read(front() + kFrontWords, count, works);
+      return State::kTensors;
     case State::kDescription:
-      read(static_cast<const int64_t*>(description_.const_data_ptr()), count);
-      break;
+      read(static_cast<const int64_t*>(description_.const_data_ptr()), count, works);
+      return State::kTensors;
     case State::kTensors:
     case State::kDone:
-      state_ = State::kDone;
       break;
   }
+  return State::kDone;
 }
 
 /// Reads the tensors' descriptions, and begins to receive the tensors.
-void TensorMessages::Arrival::read(const int64_t* words, int64_t count) {
+void TensorMessages::Arrival::read(const int64_t* words, int64_t count, Works& works) {
   const int64_t* next = words;
   std::vector<bool> by_link;
   for (int64_t i = 0; i < front()[kTensors]; ++i) {
@@ -376,15 +406,14 @@ void TensorMessages::Arrival::read(const int64_t* words, int64_t count) {
     next += 2 * dimensions;
   }
   TORCH_INTERNAL_ASSERT(next == words + count);
-  state_ = State::kTensors;
   const bool has_payload = front()[kHasPayload] != 0;
   if (has_payload) unpack(reinterpret_cast<const std::byte*>(front() + kFrontWords + count));
   for (size_t i = 0; i < tensors_.size(); ++i) {
     if (!has_bytes(tensors_[i])) continue;
     if (by_link[i]) {
-      works_.push_back(links_->receive(tensors_[i], from_));
+      works.push_back(links_->receive(tensors_[i], from_));
     } else if (!has_payload) {
-      start_receive(bytes_of(tensors_[i]));
+      works.push_back(start_receive(bytes_of(tensors_[i])));
     }
   }
 }
@@ -397,9 +426,13 @@ void TensorMessages::Arrival::unpack(const std::byte* payload) {
   }
 }
 
+int64_t TensorMessages::Arrival::bytes() const {
+  const std::lock_guard lock(mutex_);
+  return bytes_;
+}
+
 TensorMessages::Tensors TensorMessages::Arrival::take(const c10::Device& device) {
   advance(/*waits=*/true);
-  const std::lock_guard lock(mutex_);
   Tensors taken;
   for (size_t i = 0; i < tensors_.size(); ++i) {
     at::Tensor tensor = std::move(tensors_[i]);

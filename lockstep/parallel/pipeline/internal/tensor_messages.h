@@ -33,7 +33,7 @@ namespace lockstep::pipeline::internal {
 ///
 /// Sends never wait. Within a host a tensor is copied once into shared memory, from where the receiver takes it without the
 /// sender; between hosts background threads of the group move it, whatever sender and receiver compute. Lists of one sender
-/// with one tag arrive in order. Used by one thread. Errors are those of the group's messages.
+/// with one tag arrive in order, if each is taken before the next one is asked for. Used by one thread. Errors are those of the group's messages.
 class TensorMessages {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -78,6 +78,8 @@ class TensorMessages {
     void advance();
     /// Waits for the tensors; each on `device`. Once.
     Tensors take(const c10::Device& device);
+    /// Of what has come or is coming, once it is described.
+    int64_t bytes() const;
 
    private:
     friend class TensorMessages;

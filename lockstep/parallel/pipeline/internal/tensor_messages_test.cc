@@ -4,11 +4,14 @@
 #include <memory>
 #include <numeric>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <lockstep/base/failpoint.h>
+#include <lockstep/base/process/thread_cache.h>
 #include <lockstep/collectives/functional.h>
 #include <lockstep/parallel/pipeline/internal/tensor_messages.h>
 #include <lockstep/testing/multi_rank.h>
@@ -49,11 +52,16 @@ void expect_list(const Tensors& taken, int from, int tag) {
   EXPECT_EQ(taken[1].strides(), wanted[1].strides());
 }
 
-/// Both ranks send all before one of them receives, and take the lists in orders of their own.
-void expect_lists_in_any_order(int hosts) {
+/// Both ranks send all before one of them receives, and take the lists in orders of their own. `threads`: the system gives
+/// threads for messages in the background.
+void expect_lists_in_any_order(int hosts, bool threads = true) {
   run_ranks(2,
-            [hosts](int rank) {
+            [hosts, threads](int rank) {
               auto world = init_process_group({.timeout = std::chrono::seconds(50)});
+              if (!threads) {
+                while (background_thread_count() > 0) std::this_thread::yield();  // an idle one would serve
+                failpoint::configure("start_thread=errno(11)");
+              }
               const int peer = 1 - rank;
               TensorMessages messages(default_group());
               EXPECT_EQ(messages.is_far(peer), hosts == 2);
@@ -93,6 +101,11 @@ TEST(TensorMessages, RanksMaySendAllBeforeOneReceives) {
 TEST(TensorMessages, RanksOfTwoHostsMaySendAllBeforeOneReceives) {
   if (!testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
   expect_lists_in_any_order(2);
+}
+
+TEST(TensorMessages, WithoutThreadsInTheBackgroundListsCrossWhereTheyAreWaitedFor) {
+  if (!testing::has_wire()) GTEST_SKIP() << "ranks on several hosts need UCX";
+  expect_lists_in_any_order(2, /*threads=*/false);
 }
 
 TEST(TensorMessages, WhatComesFromAnotherHostComesWhileItsReceiverDoesSomethingElse) {

@@ -253,13 +253,17 @@ void HostChannel::await_all(Flag flag, uint64_t value) {
   await_ranks(0, size(), 1, value, [&](int rank) { return &flag_of(flag, rank).value; });
 }
 
+void HostChannel::await_flag(Flag flag, int rank, uint64_t value, std::optional<WaitPolicy> policy) {
+  await_ranks(
+      rank, rank + 1, 1, value, [&](int peer) { return &flag_of(flag, peer).value; }, policy);
+}
+
 void HostChannel::await_rank(Flag flag, int rank, uint64_t value) {
-  await_ranks(rank, rank + 1, 1, value, [&](int peer) { return &flag_of(flag, peer).value; });
+  await_flag(flag, rank, value, std::nullopt);
 }
 
 void HostChannel::await_relay(Flag flag, int rank, uint64_t value) {
-  await_ranks(rank, rank + 1, 1, value, [&](int from) { return &flag_of(flag, from).value; },
-              outside_policy_);
+  await_flag(flag, rank, value, outside_policy_);
 }
 
 std::byte* HostChannel::scratch(size_t bytes) {

@@ -131,7 +131,8 @@ class HostChannel {
   /// visible.
   void await_all(Flag flag, uint64_t value);
   void await_rank(Flag flag, int rank, uint64_t value);
-  /// await_rank() of one that waits for other hosts first. It spins less: the rank that drives the wire may need the core.
+  /// await_rank() of what that rank publishes when it has heard from other hosts. It pauses less and yields more, because a
+  /// rank that drives the wire may need this core.
   void await_relay(Flag flag, int rank, uint64_t value);
 
   /// The same for what comes from other hosts. It ends as the other waits do, also by the end of a rank there.
@@ -215,6 +216,7 @@ class HostChannel {
   bool await_flat();
   bool await_tree(const PayloadCombiner* combiner);
   WaitPolicy policy_for(int rank) const;
+  void await_flag(Flag flag, int rank, uint64_t value, std::optional<WaitPolicy> policy);
   /// `policy`: none for policy_for() the rank that is waited for.
   template <class Word>
   void await_ranks(int first, int last, int step, uint64_t value, Word&& word,
