@@ -247,7 +247,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::submit(PlannedOperation operatio
 // ---- point to point
 
 c10::intrusive_ptr<c10d::Work> LockstepBackend::message(bool is_send, const at::Tensor& tensor, int peer,
-                                                        int tag, bool background) {
+                                                        int tag, bool background, TimedFrom timed_from) {
   check_not_forked();
   const char* name = is_send ? "send" : "recv";
   check_contiguous(tensor, name, "the tensor");
@@ -266,6 +266,7 @@ c10::intrusive_ptr<c10d::Work> LockstepBackend::message(bool is_send, const at::
                                .peer = peer,
                                .tag = tag,
                                .timeout = timeout,
+                               .timed_from_wait = timed_from == TimedFrom::kWait,
                                .group_name = settings_.name,
                                .number = messages_.fetch_add(1, std::memory_order_relaxed) + 1,
                                .gloos_words = settings_.stands_in_for_gloo};

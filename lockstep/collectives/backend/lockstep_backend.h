@@ -171,9 +171,12 @@ class LockstepBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int to, int tag) override;
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
   c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
-  /// send(), recv() and recvAnysource() in one; `background`: it must advance even if no thread waits for it.
+  /// From when the group's timeout of a message counts.
+  enum class TimedFrom { kStart, kWait };
+  /// send(), recv() and recvAnysource() in one; `background`: it must advance even if no thread waits for it. With
+  /// TimedFrom::kWait it does not time out before a thread calls wait().
   c10::intrusive_ptr<c10d::Work> message(bool is_send, const at::Tensor& tensor, int peer, int tag,
-                                         bool background);
+                                         bool background, TimedFrom timed_from = TimedFrom::kStart);
 
   /// A flat, uninitialised CPU tensor of `size` elements in the arena, where collectives need not copy. Keeps
   /// the arena alive. Tensors on a device are copied in any case, so there is no such memory for them: throws

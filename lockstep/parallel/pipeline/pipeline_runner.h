@@ -107,8 +107,7 @@ struct PipelineMemory {
 /// were given. A step's sends never wait for receivers, so no order of actions can deadlock. In eval(), where no backward
 /// bounds what is on its way, a stage is at most two micro-batches ahead of the next one, if that takes what it sends,
 /// and one more for each stage between them ahead of a later one; with several stages on a rank, a round of the schedule.
-/// Between hosts it is two more, which the other rank has received before it computes them. A rank asks for what other hosts
-/// send up to six actions ahead, and the group's timeout counts from then on.
+/// Between hosts it is two more, which the other rank has received before it computes them.
 /// In traces actions are scopes as torch names them ("PP:2F3"), and what they wait for ("PP:2RECV_F3").
 ///
 /// A stage that calls activation_checkpoint() does all of its backward in the first half of a split one, for the second

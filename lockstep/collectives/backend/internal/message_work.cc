@@ -92,7 +92,7 @@ c10::intrusive_ptr<MessageWork> MessageWork::start(std::shared_ptr<GroupChannel>
   auto work = c10::make_intrusive<MessageWork>(std::move(channel), std::move(message), record);
   const Message& m = work->message_;
   const MessageKind kind{m.tensor.nbytes(), static_cast<uint32_t>(m.tensor.scalar_type())};
-  const Deadline deadline = Deadline::after(m.timeout);
+  const Deadline deadline = m.timed_from_wait ? Deadline::never() : Deadline::after(m.timeout);
   MessageChannel& messages = work->channel_->messages();
   flight::started(record);
   // Keeps the work, and with it the tensor, until the channel is done with it.
@@ -224,6 +224,10 @@ float MessageWork::getDuration() const {
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
   const Deadline until = timeout == kNoTimeout ? Deadline::never() : Deadline::after(timeout);
   const WorkRecord::Bar bar(profiled_);
+  if (message_.timed_from_wait) {
+    std::call_once(waited_,
+                   [&] { channel_->messages().set_deadline(handle_, Deadline::after(message_.timeout)); });
+  }
   std::optional<WaitingPhase> waiting;
   if (!channel_->messages().is_done(handle_)) waiting.emplace();
   if (!channel_->messages().wait(handle_, until)) {

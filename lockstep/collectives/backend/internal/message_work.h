@@ -30,6 +30,7 @@ class MessageWork final : public c10d::Work {
     int peer = transport::MessageChannel::kAnySource;  // group rank
     int64_t tag = 0;
     std::chrono::milliseconds timeout{};
+    bool timed_from_wait = false;  // and not from the start
     std::string group_name;
     uint64_t number = 0;       // among the group's point-to-point operations
     bool gloos_words = false;  // in errors
@@ -77,6 +78,7 @@ class MessageWork final : public c10d::Work {
   std::shared_ptr<DeviceCopies> copies_;
   std::shared_ptr<DeviceResults> results_;
 
+  std::once_flag waited_;
   std::once_flag completed_;
   mutable std::mutex mutex_;  // of what follows
   bool done_ = false;

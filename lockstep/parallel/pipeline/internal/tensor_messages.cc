@@ -302,7 +302,9 @@ std::shared_ptr<TensorMessages::Arrival> TensorMessages::Arrival::start(
 
 c10::intrusive_ptr<c10d::Work> TensorMessages::Arrival::start_receive(const at::Tensor& memory) const {
   const CallSite site(purpose_);
-  return backend_->message(/*is_send=*/false, memory, from_, messages_tag_, /*background=*/far_);
+  // It may be asked for long before it is needed, and the others' waits for a late rank are to end in their order.
+  return backend_->message(/*is_send=*/false, memory, from_, messages_tag_, /*background=*/far_,
+                           LockstepBackend::TimedFrom::kWait);
 }
 
 /// Has it advanced once the message is there. With links the owner starts all receives, in their one order; within a host

@@ -137,6 +137,14 @@ bool MessageChannel::is_done(const Handle& request) {
   return request->done();
 }
 
+void MessageChannel::set_deadline(const Handle& request, const Deadline& deadline) {
+  Lock lock(mutex_);
+  if (request->done()) return;
+  request->deadline = deadline;
+  request->timeout = deadline.remaining();
+  if (driving_) own_events().notify();  // a thread that sleeps until the next deadline
+}
+
 std::exception_ptr MessageChannel::error(const Handle& request) {
   Lock lock(mutex_);
   return request->error;

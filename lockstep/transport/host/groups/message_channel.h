@@ -60,10 +60,10 @@ class MessageChannel {
     std::byte* const data;
     const MessageKind kind;
     const int64_t tag;
-    const Deadline deadline;
-    const std::chrono::nanoseconds timeout;
+    // Under the channel's mutex, but for on_done:
+    Deadline deadline;
+    std::chrono::nanoseconds timeout;
     Callback on_done;
-    // Under the channel's mutex:
     int peer;  // of a receive from any source: kAnySource until it has matched
     Stage stage = Stage::kStarted;
     layout::Transfer* transfer = nullptr;  // in the sender's arena, for messages that are not in the mailbox
@@ -107,6 +107,8 @@ class MessageChannel {
   /// interrupt check throws (base/process/interrupt.h); the request goes on then, too.
   bool wait(const Handle& request, const Deadline& until = Deadline::never());
   bool is_done(const Handle& request);
+  /// For a request that was started before its result was needed. Nothing if it is done.
+  void set_deadline(const Handle& request, const Deadline& deadline);
   /// The error of a request that is done: null, or a ChannelError: the peer ended or left, the request's deadline has
   /// passed, the group failed or was closed; MessageMismatch; or what has kept this rank from moving it, such
   /// as c10::OutOfMemoryError. A send that failed before the peer could receive it is never delivered.

@@ -195,6 +195,23 @@ TEST_P(MessageFailures, WithoutAThreadOfTheirOwnTheyMoveWhereTheyAreWaitedFor) {
   failpoint::configure("");
 }
 
+TEST_P(MessageFailures, ADeadlineMayBeSetLater) {
+  std::barrier both_done(2);
+  on_ranks(2, [&](const Channel& channel) {
+    MessageChannel& messages = channel->messages();
+    int value = 0;
+    if (channel->rank() == 0) {
+      const auto received = messages.receive(&value, {sizeof(int), 1}, 1, 0, Deadline::never());
+      messages.advance_in_background();  // a thread that sleeps without end
+      messages.set_deadline(received, Deadline::after(std::chrono::milliseconds(20)));
+      EXPECT_TRUE(messages.wait(received));
+      EXPECT_NE(text_of(messages.error(received)).find("timed out after"), std::string::npos);
+      messages.set_deadline(received, Deadline::after(std::chrono::milliseconds(1)));  // nothing
+    }
+    both_done.arrive_and_wait();
+  });
+}
+
 TEST_P(MessageFailures, FailureInTheBackgroundFailsTheMessageNotTheProcess) {
   constexpr int kMessages = 3 * static_cast<int>(layout::kMailboxSlots);
   std::atomic<bool> sent{false};
