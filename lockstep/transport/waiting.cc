@@ -24,8 +24,8 @@ WaitPolicy choose_wait_policy(int ranks, int cores, bool background) {
   return {20, 200};
 }
 
-// Each round drives the wire, if this rank waits for it itself. A yield costs no more than that where no other thread wants the core; where one does, it
-// may be the rank that is waited for.
+// Each round drives the wire, if this rank waits for it itself. A yield costs no more than that where no other thread wants
+// the core; where one does, it may be the rank that is waited for.
 WaitPolicy policy_between_hosts(const WaitPolicy& policy) {
   if (policy.yields == 0) return policy;
   return {10, 300, policy.gives_up_yielding};

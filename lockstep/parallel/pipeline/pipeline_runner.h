@@ -77,8 +77,8 @@ struct PipelineMemory {
   int64_t activations = 0;  ///< micro-batches, counted for each stage: peak_activations() of the schedule
   /// Stages keep so many bytes of inputs at one time: until a micro-batch's backward, or its second half where that needs them.
   int64_t bytes_of_inputs = 0;
-  int64_t bytes_in_flight =
-      0;  ///< of sent tensors that had not been received, and of received ones not yet taken, at one time
+  /// So many bytes at one time of sent tensors that have not been received, and of received ones that are not taken yet.
+  int64_t bytes_in_flight = 0;
 };
 
 /// Runs a pipeline over the ranks of a group: each has one stage, or with interleaved schedules several.
